@@ -1,0 +1,189 @@
+"""The recipe's sections and fields.
+
+Every field is declared `Identity` (it changes the bytes a stage writes, so it is part of the stage's key) or `Runtime`
+(where and how fast it runs; recorded in the manifest only). `tests/unit/test_config_schema.py` lists each field and its side.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+IDENTITY = "identity"
+RUNTIME = "runtime"
+
+
+class Section(BaseModel):
+    """Base of every recipe section: unknown keys refused, values frozen, types strict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
+
+
+def Identity(default: object = ..., **limits: object):  # noqa: N802 - reads as a declaration
+    """A field that is part of the stage key."""
+    return Field(default, json_schema_extra={"side": IDENTITY}, **limits)  # type: ignore[call-overload]
+
+
+def Runtime(default: object = ..., **limits: object):  # noqa: N802 - reads as a declaration
+    """A field that is recorded but never part of the stage key."""
+    return Field(default, json_schema_extra={"side": RUNTIME}, **limits)  # type: ignore[call-overload]
+
+
+Probability = Annotated[float, Field(gt=0.0, le=1.0)]
+
+
+class RunSection(Section):
+    """Who runs what, and where its results are kept."""
+
+    name: str = Runtime("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in the UI and in the report.")
+    store: str = Runtime(".torchspec/store", min_length=1, description="Folder that holds every stage's output.")
+    seed: int = Identity(0, ge=0)
+    threads: int = Runtime(0, ge=0, description="Threads of each torch process; 0 = all cores.")
+
+
+class TargetSection(Section):
+    """The model whose answers are to come faster."""
+
+    source: str = Identity("package:smollm2-135m-instruct", min_length=1, description=(
+        "`package:smollm2-135m-instruct`, `random:tiny-llama`, a folder in Hub layout, or `hub:ORG/NAME[@REVISION]`."))
+    dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Type of the stored weights.")
+    trust_remote_code: bool = Runtime(False)
+
+
+class PromptSource(Section):
+    """One source of first user turns."""
+
+    name: Literal["sharegpt", "chitchat", "chatterbot", "jsonl"] = Identity()
+    rows: int = Identity(gt=0, description="Prompts to take at most, after all filters.")
+    path: str | None = Identity(None, description="The file, for `jsonl`.")
+
+
+class ConversationSource(Section):
+    """Whole conversations to train on as they are (not answered again by the target)."""
+
+    name: Literal["sharegpt", "chitchat", "jsonl"] = Identity()
+    rows: int = Identity(gt=0)
+    path: str | None = Identity(None, description="The file, for `jsonl`.")
+
+
+class DataSection(Section):
+    """Prompts, conversations, rendering, masks."""
+
+    prompts: tuple[PromptSource, ...] = Identity((PromptSource(name="sharegpt", rows=1000),), min_length=1, strict=False)
+    max_prompt_tokens: int = Identity(128, gt=0, description="Longer first turns are left out.")
+    heldout: int = Identity(60, gt=0, description="Prompts set aside for validation and evaluation; never trained on.")
+    conversations: tuple[ConversationSource, ...] = Identity((), strict=False)
+    max_length: int = Identity(512, gt=1, description="Tokens of one training sample.")
+    min_supervised: int = Identity(8, gt=0, description="Samples with fewer supervised tokens are left out.")
+    supervise: Literal["all", "last"] = Identity("all", description="Which assistant turns are supervised.")
+    vocabulary_rows: int = Identity(4000, ge=0, description="Raw conversations counted, besides the training tokens, for the draft vocabulary.")
+    max_rejected: float = Runtime(0.01, ge=0.0, le=1.0, description="Share of bad rows above which the run stops.")
+    shard_rows: int = Identity(512, gt=0, description="Conversations in one token shard.")
+    workers: int = Runtime(2, ge=0, description="Dask workers; 0 = in this process.")
+    scheduler: str | None = Runtime(None, description="Address of a running Dask scheduler; none = a local cluster.")
+
+
+class AnswersSection(Section):
+    """The target answers the prompts: a drafter learns the target's own words."""
+
+    temperature: float = Identity(0.8, ge=0.0, le=2.0)
+    top_p: Probability = Identity(1.0)
+    max_new_tokens: int = Identity(128, gt=0)
+    dtype: Literal["bfloat16", "float32"] = Identity("bfloat16")
+    shard_prompts: int = Identity(128, gt=0, description="Prompts in one shard: what a killed run loses at most.")
+    max_num_seqs: int = Runtime(64, gt=0, description="Requests decoded at once.")
+    kv_cache_gib: int = Runtime(2, gt=0)
+
+
+class CaptureSection(Section):
+    """Hidden states out of the target."""
+
+    engine: Literal["transformers"] = Runtime("transformers")
+    layers: tuple[int, ...] | None = Identity(None, strict=False, description=(
+        "Canonical layer ids (residual stream after 0-based decoder layer j); none = 1, L//2-1, L-4."))
+    dtype: Literal["bfloat16", "float32"] = Identity("bfloat16")
+    token_budget: int = Runtime(2048, gt=0, description="Tokens in one forward pass, padding included.")
+    shard_mib: int = Identity(64, gt=0)
+
+
+class StoreSection(Section):
+    """How hidden states are kept and read."""
+
+    backend: Literal["file"] = Runtime("file")
+    verify: Literal["always", "sample", "never"] = Runtime("sample", description="Checksums on read.")
+
+
+class DrafterSection(Section):
+    """The small model."""
+
+    kind: Literal["eagle3"] = Identity("eagle3")
+    attention: Literal["gqa"] = Identity("gqa")
+    num_heads: int | None = Identity(None, gt=0, description="None = as the target.")
+    num_kv_heads: int | None = Identity(None, gt=0)
+    head_dim: int | None = Identity(None, gt=0)
+    intermediate_size: int | None = Identity(None, gt=0)
+    draft_vocab_size: int = Identity(8192, gt=0, description="Tokens the drafter can propose; the target's size = all.")
+    norm_before_residual: bool = Identity(False)
+    init: Literal["random", "target"] = Identity("random", description="`target`: head and final norm start as the target's.")
+
+
+class TrainingSection(Section):
+    """The optimiser, the batches, the schedule."""
+
+    ttt_length: int = Identity(3, gt=0, le=16, description="Depths of the training-time test.")
+    depth_decay: float = Identity(0.8, gt=0.0, le=1.0, description="Weight of depth d is depth_decay**d.")
+    mask_alignment: Literal["predicted", "reference"] = Identity("predicted")
+    optimizer: Literal["adamw", "muon"] = Identity("adamw")
+    lr: float = Identity(1e-3, gt=0.0)
+    muon_lr: float = Identity(0.02, gt=0.0, description="Learning rate of the matrices under `muon`.")
+    weight_decay: float = Identity(0.01, ge=0.0)
+    betas: tuple[float, float] = Identity((0.9, 0.95), strict=False)
+    clip: float = Identity(1.0, gt=0.0)
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = Identity("wsd")
+    warmup: float = Identity(0.02, ge=0.0, le=1.0, description="Share of the steps.")
+    decay: float = Identity(0.4, ge=0.0, le=1.0, description="Share of the steps that decay, for `wsd`.")
+    epochs: float = Identity(3.0, gt=0.0)
+    tokens_per_step: int = Identity(1024, gt=0, description="Token budget of one optimiser step.")
+    dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Compute type; parameters keep fp32 masters.")
+    ema: float = Identity(0.0, ge=0.0, lt=1.0, description="Decay of the averaged weights that are exported; 0 = off.")
+    checkpoint_seconds: float = Runtime(30.0, gt=0.0)
+    validate_steps: int = Runtime(0, ge=0, description="0 = at the end only.")
+    log_steps: int = Runtime(10, gt=0)
+
+
+class EvaluationSection(Section):
+    """How well the drafter does: real verification on prompts it never saw."""
+
+    prompts: int = Identity(40, gt=0, description="Prompts of each set.")
+    sets: tuple[Literal["heldout", "mtbench", "gsm8k"], ...] = Identity(("heldout", "mtbench", "gsm8k"), min_length=1, strict=False)
+    max_new_tokens: int = Identity(96, gt=0)
+    k: int = Identity(3, gt=0, le=15, description="Draft tokens a step.")
+    temperature: float = Identity(1.0, gt=0.0, description="Of the sampled runs; a greedy run is always made.")
+    top_p: Probability = Identity(0.95)
+    dtype: Literal["bfloat16", "float32"] = Identity("float32")
+    batch_size: int = Runtime(40, gt=0)
+
+
+class ServingSection(Section):
+    """The exported drafter in a real vLLM."""
+
+    vllm: bool = Identity(True, description="Measure acceptance with vLLM's own counters as well.")
+    prompts: int = Identity(40, gt=0, description="Held-out prompts.")
+    max_new_tokens: int = Identity(64, gt=0)
+    dtype: Literal["bfloat16", "float32"] = Identity("float32")
+
+
+class Recipe(Section):
+    """Everything one run needs to know."""
+
+    run: RunSection = RunSection()
+    target: TargetSection = TargetSection()
+    data: DataSection = DataSection()
+    answers: AnswersSection = AnswersSection()
+    capture: CaptureSection = CaptureSection()
+    store: StoreSection = StoreSection()
+    drafter: DrafterSection = DrafterSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    serving: ServingSection = ServingSection()
