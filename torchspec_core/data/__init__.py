@@ -1,0 +1,1 @@
+"""Conversations, rendering, loss masks, token shards and the draft vocabulary."""
