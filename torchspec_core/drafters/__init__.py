@@ -1,0 +1,1 @@
+"""Draft models: attention kinds x mask kinds, composed; no I/O in this room."""

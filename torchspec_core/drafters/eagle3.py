@@ -1,0 +1,179 @@
+"""EAGLE-3: one decoder layer that reads the target's hidden states and drafts one token after another.
+
+Row i knows the target's states at position i and token x_{i+1}; its first draft is x_{i+2}. Parameter names are those that
+vLLM reads. The token embedding is the target's, frozen, and not a parameter here: embeddings come in as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchspec_core.drafters.attention import DraftCache, GroupedQueryAttention
+from torchspec_core.drafters.layers import RMSNorm, SwiGLU
+from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.ttt import TTTLayout, attend_grouped
+from torchspec_core.errors import UserError
+
+
+Attend = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], TTTLayout, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Shape of an EAGLE-3 drafter.
+
+    Attributes:
+        aux_layers: canonical layer ids (residual stream after 0-based decoder layer j) whose states enter `fc`, in order.
+        draft_vocab_size: tokens the drafter can propose.
+        norm_before_residual: the residual branch starts from the normed hidden state instead of the raw one.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    max_position_embeddings: int = 2048
+    norm_before_residual: bool = False
+
+    def __post_init__(self) -> None:
+        if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
+            raise UserError(f"capture.layers must name different layers, not {list(self.aux_layers)}")
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"drafter.num_heads {self.num_heads} must be a multiple of drafter.num_kv_heads {self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise UserError(f"drafter.head_dim {self.head_dim} must be even")
+        if self.draft_vocab_size > self.vocab_size:
+            raise UserError(f"drafter.draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary of {self.vocab_size}")
+
+    @property
+    def num_aux(self) -> int:
+        """Number of auxiliary states of a row."""
+        return len(self.aux_layers)
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as JSON types."""
+        return {**asdict(self), "aux_layers": list(self.aux_layers)}
+
+    @staticmethod
+    def from_json(values: dict[str, Any]) -> Eagle3Config:
+        """The inverse of `to_json`."""
+        return Eagle3Config(**{
+            **values, "aux_layers": tuple(values["aux_layers"]), "rope": RopeConfig.from_json(values["rope"])})
+
+
+class Eagle3Layer(nn.Module):
+    """The decoder layer: attention over [normed embedding ; normed hidden], then an MLP, each with a residual."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
+        self.self_attn = GroupedQueryAttention(
+            2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope)
+        self.mlp = SwiGLU(size, config.intermediate_size)
+
+    def enter(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
+        """(input of the projections [..., 2H], residual [..., H]) of rows [..., H]."""
+        normed = self.hidden_norm(hidden)
+        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), normed if self.norm_before_residual else hidden
+
+    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """The layer's output from the residual and the attention's result."""
+        y = residual + attended
+        return y + self.mlp(self.post_attention_layernorm(y))
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter: `fc`, one layer, a final norm, a head over the draft vocabulary."""
+
+    def __init__(self, config: Eagle3Config) -> None:
+        super().__init__()
+        self.config = config
+        self.fc = nn.Linear(config.num_aux * config.target_hidden_size, config.hidden_size, bias=False)
+        self.midlayer = Eagle3Layer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+
+    def combine(self, aux: Tensor) -> Tensor:
+        """Target states of the aux layers, concatenated [..., A * H_t], to g [..., H]."""
+        return self.fc(aux)
+
+    def logits(self, out: Tensor) -> Tensor:
+        """Layer output [..., H] to draft logits [..., V_d]."""
+        return self.lm_head(self.norm(out))
+
+    def rollout(self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, attend: Attend = attend_grouped) -> list[Tensor]:
+        """Draft len(embeds) tokens deep from every drafted row, as inference would.
+
+        Args:
+            aux: [N, A * H_t] target states of all packed rows.
+            embeds: depth 0: [N, H], embedding of x_{i+1} for all rows; depth d > 0: [R, H], embedding of x_{i+1+d} for the drafted rows.
+            layout: documents, positions and drafted rows.
+            attend: mask kind, fast (default) or dense form.
+
+        Returns:
+            The layer's output [R, H] of the drafted rows, one tensor a depth, before the final norm.
+        """
+        layer, attention, rows = self.midlayer, self.midlayer.self_attn, layout.rows
+        positions = layout.position[rows]
+        hidden, outs = self.combine(aux), []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for depth, embed in enumerate(embeds):
+            u, residual = layer.enter(hidden, embed)
+            angles = attention.angles(layout.position if depth == 0 else positions + depth, u.dtype)
+            k, v = attention.project_keys(u, angles)
+            keys.append(k)
+            values.append(v)
+            if depth == 0:  # every row gives keys, but only drafted rows ask and go on
+                u, residual = u.index_select(0, rows), residual.index_select(0, rows)
+                angles = (angles[0].index_select(0, rows), angles[1].index_select(0, rows))
+            q = attention.project_queries(u, angles)
+            hidden = layer.leave(residual, attention.combine(attend(q, keys, values, layout, attention.scale)))
+            outs.append(hidden)
+        return outs
+
+    def new_cache(self, batch: int, capacity: int) -> DraftCache:
+        """An empty cache for `batch` sequences of at most `capacity` positions."""
+        return self.midlayer.self_attn.new_cache(batch, capacity)
+
+    def step(self, hidden: Tensor, embeds: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
+        """One incremental pass.
+
+        Args:
+            hidden: [B, T, H], g_i for rows with known target states, else the previous pass' output.
+            embeds: [B, T, H], embedding of x_{i+1}.
+            positions: [B, T] int64, i; -1 = padding row.
+
+        Returns:
+            [B, T, H], before the final norm. K/V of the rows are in the cache at slot = position.
+        """
+        u, residual = self.midlayer.enter(hidden, embeds)
+        return self.midlayer.leave(residual, self.midlayer.self_attn.cached(u, positions, cache))
+
+
+def init_weights(drafter: Eagle3Drafter, seed: int) -> None:
+    """Normal(0, 0.02) matrices, unit norms; deterministic in `seed`, independent of torch's global generator."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.02, generator=generator)
+            else:
+                parameter.fill_(1.0)
+
