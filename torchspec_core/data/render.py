@@ -144,6 +144,11 @@ class Renderer:
         pieces.append(Piece(full[at:], False))
         return [piece for piece in pieces if piece.text]
 
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of `messages` and the generation prompt: what a server puts before the model's next turn."""
+        text = self.text([self._shielded(m) for m in messages], generate=True)
+        return self.encode([[Piece(text, False)]])[0].input_ids
+
     def _shielded(self, message: Message) -> Message:
         if _BREAK in message.content:
             raise BadRow("a turn holds the noncharacter U+FDD0")
