@@ -1,12 +1,13 @@
 """The recipe's sections and fields.
 
 Every field is declared `Identity` (it changes the bytes a stage writes, so it is part of the stage's key) or `Runtime`
-(where and how fast it runs; recorded in the manifest only). `tests/unit/test_config_schema.py` lists each field and its side.
+(where and how fast it runs; recorded in the manifest only). `tests/unit/test_config_schema.py` lists each field
+and its side.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,12 +21,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
-def Identity(default: object = ..., **limits: object):  # noqa: N802 - reads as a declaration
+def Identity(default: object = ..., **limits: object) -> Any:  # noqa: N802 - reads as a declaration
     """A field that is part of the stage key."""
     return Field(default, json_schema_extra={"side": IDENTITY}, **limits)  # type: ignore[call-overload]
 
 
-def Runtime(default: object = ..., **limits: object):  # noqa: N802 - reads as a declaration
+def Runtime(default: object = ..., **limits: object) -> Any:  # noqa: N802 - reads as a declaration
     """A field that is recorded but never part of the stage key."""
     return Field(default, json_schema_extra={"side": RUNTIME}, **limits)  # type: ignore[call-overload]
 
@@ -36,7 +37,9 @@ Probability = Annotated[float, Field(gt=0.0, le=1.0)]
 class RunSection(Section):
     """Who runs what, and where its results are kept."""
 
-    name: str = Runtime("run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in the UI and in the report.")
+    name: str = Runtime(
+        "run", min_length=1, pattern=r"^[A-Za-z0-9._-]+$", description="Shown in the UI and in the report."
+    )
     store: str = Runtime(".torchspec/store", min_length=1, description="Folder that holds every stage's output.")
     seed: int = Identity(0, ge=0)
     threads: int = Runtime(0, ge=0, description="Threads of each torch process; 0 = all cores.")
@@ -45,8 +48,13 @@ class RunSection(Section):
 class TargetSection(Section):
     """The model whose answers are to come faster."""
 
-    source: str = Identity("package:smollm2-135m-instruct", min_length=1, description=(
-        "`package:smollm2-135m-instruct`, `random:tiny-llama`, a folder in Hub layout, or `hub:ORG/NAME[@REVISION]`."))
+    source: str = Identity(
+        "package:smollm2-135m-instruct",
+        min_length=1,
+        description=(
+            "`package:smollm2-135m-instruct`, `random:tiny-llama`, a folder in Hub layout, or `hub:ORG/NAME[@REVISION]`."
+        ),
+    )
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Type of the stored weights.")
     trust_remote_code: bool = Runtime(False)
 
@@ -70,14 +78,18 @@ class ConversationSource(Section):
 class DataSection(Section):
     """Prompts, conversations, rendering, masks."""
 
-    prompts: tuple[PromptSource, ...] = Identity((PromptSource(name="sharegpt", rows=1000),), min_length=1, strict=False)
+    prompts: tuple[PromptSource, ...] = Identity(
+        (PromptSource(name="sharegpt", rows=1000),), min_length=1, strict=False
+    )
     max_prompt_tokens: int = Identity(128, gt=0, description="Longer first turns are left out.")
     heldout: int = Identity(60, gt=0, description="Prompts set aside for validation and evaluation; never trained on.")
     conversations: tuple[ConversationSource, ...] = Identity((), strict=False)
     max_length: int = Identity(512, gt=1, description="Tokens of one training sample.")
     min_supervised: int = Identity(8, gt=0, description="Samples with fewer supervised tokens are left out.")
     supervise: Literal["all", "last"] = Identity("all", description="Which assistant turns are supervised.")
-    vocabulary_rows: int = Identity(4000, ge=0, description="Raw conversations counted, besides the training tokens, for the draft vocabulary.")
+    vocabulary_rows: int = Identity(
+        4000, ge=0, description="Raw conversations counted, besides the training tokens, for the draft vocabulary."
+    )
     max_rejected: float = Runtime(0.01, ge=0.0, le=1.0, description="Share of bad rows above which the run stops.")
     shard_rows: int = Identity(512, gt=0, description="Conversations in one token shard.")
     workers: int = Runtime(2, ge=0, description="Dask workers; 0 = in this process.")
@@ -100,8 +112,11 @@ class CaptureSection(Section):
     """Hidden states out of the target."""
 
     engine: Literal["transformers"] = Runtime("transformers")
-    layers: tuple[int, ...] | None = Identity(None, strict=False, description=(
-        "Canonical layer ids (residual stream after 0-based decoder layer j); none = 1, L//2-1, L-4."))
+    layers: tuple[int, ...] | None = Identity(
+        None,
+        strict=False,
+        description=("Canonical layer ids (residual stream after 0-based decoder layer j); none = 1, L//2-1, L-4."),
+    )
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16")
     token_budget: int = Runtime(2048, gt=0, description="Tokens in one forward pass, padding included.")
     shard_mib: int = Identity(64, gt=0)
@@ -125,7 +140,9 @@ class DrafterSection(Section):
     intermediate_size: int | None = Identity(None, gt=0)
     draft_vocab_size: int = Identity(8192, gt=0, description="Tokens the drafter can propose; the target's size = all.")
     norm_before_residual: bool = Identity(False)
-    init: Literal["random", "target"] = Identity("random", description="`target`: head and final norm start as the target's.")
+    init: Literal["random", "target"] = Identity(
+        "random", description="`target`: head and final norm start as the target's."
+    )
 
 
 class TrainingSection(Section):
@@ -145,7 +162,9 @@ class TrainingSection(Section):
     decay: float = Identity(0.4, ge=0.0, le=1.0, description="Share of the steps that decay, for `wsd`.")
     epochs: float = Identity(3.0, gt=0.0)
     tokens_per_step: int = Identity(1024, gt=0, description="Token budget of one optimiser step.")
-    dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Compute type; parameters keep fp32 masters.")
+    dtype: Literal["bfloat16", "float32"] = Identity(
+        "bfloat16", description="Compute type; parameters keep fp32 masters."
+    )
     ema: float = Identity(0.0, ge=0.0, lt=1.0, description="Decay of the averaged weights that are exported; 0 = off.")
     checkpoint_seconds: float = Runtime(30.0, gt=0.0)
     validate_steps: int = Runtime(0, ge=0, description="0 = at the end only.")
@@ -156,7 +175,9 @@ class EvaluationSection(Section):
     """How well the drafter does: real verification on prompts it never saw."""
 
     prompts: int = Identity(40, gt=0, description="Prompts of each set.")
-    sets: tuple[Literal["heldout", "mtbench", "gsm8k"], ...] = Identity(("heldout", "mtbench", "gsm8k"), min_length=1, strict=False)
+    sets: tuple[Literal["heldout", "mtbench", "gsm8k"], ...] = Identity(
+        ("heldout", "mtbench", "gsm8k"), min_length=1, strict=False
+    )
     max_new_tokens: int = Identity(96, gt=0)
     k: int = Identity(3, gt=0, le=15, description="Draft tokens a step.")
     temperature: float = Identity(1.0, gt=0.0, description="Of the sampled runs; a greedy run is always made.")

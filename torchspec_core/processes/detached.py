@@ -1,8 +1,8 @@
 """Long-lived servers that outlive the command that started them (`make demo`'s Prefect server and worker).
 
-`start_detached` leaves a pid file that names the process beyond doubt: pid, its start time, the boot it belongs to and a
-random marker in its environment. `stop_detached` ends that process and what it started, and never a stranger that has
-been given the same pid since.
+`start_detached` leaves a pid file that names the process beyond doubt: pid, its start time, the boot it belongs to
+and a random marker in its environment. `stop_detached` ends that process and what it started, and never a stranger
+that has been given the same pid since.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchspec_core.errors import UserError
 from torchspec_core.processes import guard
-from torchspec_core.processes.supervised import MARKER, end_marked, resolve_command
+from torchspec_core.processes.supervised import MARKER, end_marked, marked, resolve_command, session_members
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -41,7 +41,9 @@ def _read(pidfile: Path) -> Detached | None:
     except FileNotFoundError:
         return None
     except (ValueError, TypeError, KeyError):
-        raise UserError(f"The pid file {pidfile} is damaged; look for the process by hand and delete the file.") from None
+        raise UserError(
+            f"The pid file {pidfile} is damaged; look for the process by hand and delete the file."
+        ) from None
 
 
 def _is_ours(known: Detached) -> bool:
@@ -79,7 +81,13 @@ def start_detached(
     pidfile.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as output:
         child = subprocess.Popen(
-            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment, cwd=cwd, start_new_session=True
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=environment,
+            cwd=cwd,
+            start_new_session=True,
         )
     child.returncode = 0  # it is meant to outlive us: no ResourceWarning when this object goes
     proc = guard.read_proc(child.pid)
@@ -97,15 +105,13 @@ def stop_detached(pidfile: Path, grace_s: float = 10.0) -> bool:
     known = _read(pidfile)
     if known is None:
         return False
-    ours = _is_ours(known)
+    same_boot = _BOOT.read_text().strip() == known.boot
 
     def session() -> list[int]:
-        # Its session id is its pid: only trusted when the process itself was seen to be ours.
-        return [pid for pid, proc in guard.process_table().items() if proc.session == known.pid] if ours else []
+        return session_members(known.pid, known.start) if same_boot else []
 
-    left_behind = ours or bool(session())
-    ended = end_marked(known.marker, grace_s, session)
-    if not ended:
+    running = bool(session() or marked(known.marker))
+    if not end_marked(known.marker, grace_s, session):
         raise UserError(f"The process {known.pid} of {pidfile} could not be ended; end it by hand.")
     pidfile.unlink(missing_ok=True)
-    return left_behind
+    return running

@@ -1,12 +1,13 @@
 """The guard of one supervised child: a tiny process that outlives nobody.
 
 `Supervised` starts this file as `python -I -S -E guard.py JOB` in its own session. The guard starts the real command in
-another session, and ends it with everything it started when the parent dies (end of file on stdin, or a new parent pid),
-when the parent asks (`stop SECONDS`), when the deadline passes, or when the command itself ends and leaves others behind.
+another session, and ends it with everything it started when the parent dies (end of file on stdin, or a new parent
+pid), when the parent asks (`stop SECONDS`), when the deadline passes, or when the command itself ends and leaves others
+behind.
 
-Design: the guard is a child subreaper, so a descendant that daemonises or changes its session is still found below it in
-`/proc`; the command has a parent-death signal, so it dies as well if the guard itself is killed. Standard library only
-and no package import: it must start in milliseconds and keep working while the package is edited.
+Design: the guard is a child subreaper, so a descendant that daemonises or changes its session is still found below it
+in `/proc`; the command has a parent-death signal, so it dies as well if the guard itself is killed. Standard library
+only and no package import: it must start in milliseconds and keep working while the package is edited.
 It speaks JSON lines on stdout: `{"pid": N}` once, `{"exit": STATUS, "reason": WHY}` when nothing is left.
 """
 
@@ -90,7 +91,8 @@ def send(pids: list[int], number: int) -> None:
 
 
 def spawn(cmd: list[str], cwd: str) -> int:
-    """Fork and run the command in its own session, with stdin from /dev/null and stdout and stderr into the log (fd 2)."""
+    """Fork and run the command in its own session, with stdin from /dev/null and stdout and stderr into the log (fd
+    2)."""
     guard = os.getpid()
     pid = os.fork()
     if pid:

@@ -7,7 +7,7 @@ kept by the guard, so it holds even while our thread is blocked. Use it as a con
         server.wait_ready(lambda: port_answers(port), deadline_s=60)
 
 When the parent is SIGKILLed the guard ends the whole tree; when the guard is SIGKILLed the command dies by its
-parent-death signal, and the parent ends the rest, found by a marker in their environment.
+parent-death signal, and the parent ends the rest, found by their session and by a marker in their environment.
 """
 
 from __future__ import annotations
@@ -68,8 +68,21 @@ def marked(marker: str) -> list[int]:
     return pids
 
 
-def end_marked(marker: str, grace_s: float, also: Callable[[], list[int]] = list) -> bool:
-    """SIGTERM, then SIGKILL after `grace_s`, to every process with the marker and those that `also` lists; whether all ended."""
+def session_members(leader: int, start: int) -> list[int]:
+    """Live pids of the session that `leader` (started at clock tick `start`) opened, never those of a stranger.
+
+    A pid is not given away while a session of that number has members, so only a leader that was replaced is a
+    stranger.
+    """
+    proc = guard.read_proc(leader)
+    if proc is not None and proc.start != start:
+        return []
+    return [pid for pid, proc in guard.process_table().items() if proc.session == leader]
+
+
+def end_marked(marker: str, grace_s: float, also: Callable[[], list[int]]) -> bool:
+    """SIGTERM, then SIGKILL after `grace_s`, to every process with the marker and those that `also` lists; whether
+    all ended."""
     start = time.monotonic()
     left = sorted({*marked(marker), *also()})
     guard.send(left, signal.SIGTERM)
@@ -107,6 +120,7 @@ class Supervised:
         self.returncode: int | None = None
         self.reason: str | None = None
         self._marker = uuid.uuid4().hex
+        self._start = 0
         self._env = {**(os.environ if env is None else env), MARKER: self._marker}
         self._cmd = resolve_command(cmd, self._env)
         self._cwd = os.fspath(cwd if cwd is not None else Path.cwd())
@@ -128,14 +142,20 @@ class Supervised:
         with open(self.log, "ab") as log:
             self._guard = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-E", guard.__file__, json.dumps(job)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
-                env=self._env, start_new_session=True, pass_fds=self._pass_fds,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=self._env,
+                start_new_session=True,
+                pass_fds=self._pass_fds,
             )
         try:
             limit = time.monotonic() + GUARD_LIMIT_S
             while self.pid is None and self.returncode is None:
                 if time.monotonic() > limit:
-                    raise ProcessError(f"the guard of `{self._cmd[0]}` did not start within {GUARD_LIMIT_S:.0f} s; log: {self.log}")
+                    raise ProcessError(
+                        f"the guard of `{self._cmd[0]}` did not start within {GUARD_LIMIT_S:.0f} s; log: {self.log}"
+                    )
                 self._pump(0.5)
         except BaseException:
             self.stop(0.0)
@@ -156,11 +176,14 @@ class Supervised:
         for line in lines:
             said = json.loads(line)
             if "pid" in said:
-                self.pid = said["pid"]
+                self.pid = int(said["pid"])
+                proc = guard.read_proc(self.pid)
+                self._start = proc.start if proc is not None else 0
             else:
                 self._finish(said["exit"] if said["exit"] is not None else -signal.SIGKILL, said["reason"])
         if not data and self.returncode is None:  # the guard was killed: do its work
-            end_marked(self._marker, 0.0)
+            leader, start = self.pid, self._start
+            end_marked(self._marker, 0.0, lambda: session_members(leader, start) if leader else [])
             self._finish(-signal.SIGKILL, "guard")
 
     def _finish(self, returncode: int, reason: str) -> None:
@@ -176,7 +199,8 @@ class Supervised:
         return self._guard is not None and self.returncode is None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """Exit status once the command and all it started have ended (negative = signal); None when `timeout_s` passed first."""
+        """Exit status once the command and all it started have ended (negative = signal); None when `timeout_s`
+        passed first."""
         limit = None if timeout_s is None else time.monotonic() + timeout_s
         while self.returncode is None:
             left = 3600.0 if limit is None else limit - time.monotonic()
@@ -190,7 +214,9 @@ class Supervised:
         limit = time.monotonic() + deadline_s
         while not probe():
             if not self.is_alive():
-                raise ProcessError(f"`{self._cmd[0]}` ended before it was ready ({self.describe_end()}); log: {self.log}")
+                raise ProcessError(
+                    f"`{self._cmd[0]}` ended before it was ready ({self.describe_end()}); log: {self.log}"
+                )
             if time.monotonic() > limit:
                 raise ProcessError(f"`{self._cmd[0]}` was not ready within {deadline_s:g} s; log: {self.log}")
             self._pump(interval_s)
@@ -234,5 +260,7 @@ class Supervised:
     def __enter__(self) -> Supervised:
         return self.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.stop()

@@ -1,4 +1,5 @@
-"""Read files that another process is still writing: new JSON lines, last lines of a log, the line that names the error."""
+"""Read files that another process is still writing: new JSON lines, last lines of a log, the line that names the
+error."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 65536
-_ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*|.*\b(?:[Ee]rror|ERROR|FATAL|fatal)\b.*)$")
+_ERROR = re.compile(
+    r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit|Warning)\b.*|.*\b(?:[Ee]rror|ERROR|FATAL|fatal)\b.*)$"
+)
 _RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)(?::.*)?$")
 
 

@@ -1,8 +1,8 @@
 """Strict canonical JSON: the one text that a stage key is the digest of.
 
 Accepts None, bool, int, finite float, str, list and tuple, mappings with str keys, Path (POSIX form), Enum (its value)
-and frozen dataclasses. Anything else raises with the path of the field: a permissive fallback is what silently makes two
-keys for one thing, or one key for two. -0.0 and 0.0 are equal, so both are written 0.0; 1 and 1.0 stay different.
+and frozen dataclasses. Anything else raises with the path of the field: a permissive fallback is what silently makes
+two keys for one thing, or one key for two. -0.0 and 0.0 are equal, so both are written 0.0; 1 and 1.0 stay different.
 """
 
 from __future__ import annotations

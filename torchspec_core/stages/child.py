@@ -1,8 +1,9 @@
 """The child process of a stage: `python -m torchspec_core.stages.child FOLDER`.
 
-Reads FOLDER/request.json (function, inputs, params, runtime), runs the function on a `Job`, and leaves FOLDER/outcome.json
-for the parent. Typed by hand it does the same (it then takes the entry's lock itself); the next `torchspec run` seals the
-folder. Exit status: 0, 2 for a UserError, 1 for anything else (the traceback is on stderr, in the log).
+Reads FOLDER/request.json (function, inputs, params, runtime), runs the function on a `Job`, and leaves
+FOLDER/outcome.json for the parent. Typed by hand it does the same (it then takes the entry's lock itself); the next
+`torchspec run` seals the folder. Exit status: 0, 2 for a UserError, 1 for anything else (the traceback is on stderr,
+in the log).
 """
 
 from __future__ import annotations
@@ -28,7 +29,13 @@ from torchspec_core.stages.workspace import Workspace
 REQUEST = "request.json"
 OUTCOME = "outcome.json"
 LOCK_FDS = "TORCHSPEC_LOCK_FDS"
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "RAYON_NUM_THREADS")
+_THREAD_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
 
 
 def set_threads(runtime: dict[str, Any]) -> None:

@@ -92,7 +92,8 @@ def _existing(folder: Path) -> Path:
 def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
     """The sentence for a full disk or a refused write below `folder`, or None when the error is about something else.
 
-    Libraries report a full disk in their own ways (NumPy with no errno at all), so the text and the free space count too.
+    Libraries report a full disk in their own ways (NumPy with no errno at all), so the text and the free space count
+    too.
     """
     number = error.errno if isinstance(error, OSError) else None
     try:
@@ -102,7 +103,8 @@ def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
     said_full = any(words in str(error) for words in _FULL_WORDS)
     if number in _FULL or said_full or (isinstance(error, OSError) and number is None and free < _NEARLY_FULL):
         return UserError(
-            f"The disk is full: writing into {folder} failed with {free:,} bytes free; free some space or set run.store "
+            f"The disk is full: writing into {folder} failed with {free:,} bytes free; free some space or set "
+            f"run.store "
             "to a folder on a larger disk, then run the same command again (finished shards are kept)."
         )
     if number in _DENIED:
@@ -116,7 +118,8 @@ def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk or a refused write inside the block into a UserError that names the folder and the bytes free."""
+    """Turn a full disk or a refused write inside the block into a UserError that names the folder and the bytes
+    free."""
     try:
         yield
     except UserError:

@@ -13,7 +13,8 @@ from torchspec_core.stages.spec import SHORT_KEY, StageSpec
 
 @dataclass(frozen=True)
 class Explanation:
-    """hit or not and why; nearest: the entry compared with (None when the stage was never made); changes: one phrase each."""
+    """hit or not and why; nearest: the entry compared with (None when the stage was never made); changes: one phrase
+    each."""
 
     stage: str
     hit: bool
@@ -21,12 +22,14 @@ class Explanation:
     nearest: Path | None
     changes: tuple[str, ...]
 
-    def describe(self) -> str:
-        """The same in lines for a terminal."""
-        lines = [f"{self.stage}: {'hit' if self.hit else 'miss'}, {self.reason}"]
+    def __str__(self) -> str:
+        """`cached (same key)`, or `to make (reason)` and one line for each change since the nearest entry."""
+        if self.hit:
+            return f"cached ({self.reason})"
+        lines = [f"to make ({self.reason})"]
         if self.nearest is not None:
-            lines.append(f"  nearest: {self.nearest}")
-        return "\n".join(lines + [f"  {change}" for change in self.changes])
+            lines[0] += f"; compared with {self.nearest.name}:"
+        return "\n    ".join([*lines, *self.changes])
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
@@ -48,19 +51,21 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         return "(absent)" if value is absent else str(value)
 
     return [
-        f"{name or 'params'} {text(before.get(name, absent))} -> {text(after.get(name, absent))}"
+        f"{name or 'identity'} {text(before.get(name, absent))} -> {text(after.get(name, absent))}"
         for name in sorted({*before, *after})
         if type(before.get(name, absent)) is not type(after.get(name, absent)) or before.get(name) != after.get(name)
     ]
 
 
 def changes_between(old: StageSpec, new: StageSpec, specs: Mapping[str, StageSpec]) -> list[str]:
-    """What differs, in phrases; a changed input is followed to the fields that changed it where both specs are known."""
+    """What differs, in phrases; a changed input is followed to the fields that changed it where both specs are
+    known."""
     changes = []
     if old.version != new.version:
         changes.append(f"{new.stage} version {old.version} -> {new.version}")
-    changes += _differences(old.params, new.params)
-    changes += [f"file {change}" for change in _differences(old.files, new.files) if old.files != new.files]
+    changes += _differences(old.identity, new.identity)
+    if old.files != new.files:
+        changes += [f"file {change}" for change in _differences(old.files, new.files)]
     for name in sorted({*old.inputs, *new.inputs}):
         before, after = old.inputs.get(name), new.inputs.get(name)
         if before == after:
@@ -79,13 +84,14 @@ def changes_between(old: StageSpec, new: StageSpec, specs: Mapping[str, StageSpe
 
 def explain_miss(spec: StageSpec, reason: str, entries: Iterable[Entry], known: Iterable[StageSpec]) -> Explanation:
     """Compare with the entry that differs least (of equals the newest; sealed before unfinished)."""
-    entries = list(entries)
+    entries = list(entries)  # oldest first
     specs = {entry.key: entry.spec for entry in entries} | {other.key: other for other in known} | {spec.key: spec}
     others = [entry for entry in entries if entry.stage == spec.stage and entry.key != spec.key]
     if not others:
         return Explanation(spec.stage, False, reason, None, ())
     compared = [(entry, changes_between(entry.spec, spec, specs)) for entry in others]
     nearest, changes = min(
-        compared, key=lambda pair: (not pair[0].sealed, sum(1 + text.count(", ") for text in pair[1]), -pair[0].created)
+        reversed(compared),  # the newest first, and `min` keeps the first of equals
+        key=lambda pair: (not pair[0].sealed, sum(1 + text.count(", ") for text in pair[1])),
     )
     return Explanation(spec.stage, False, reason, nearest.path, tuple(changes))

@@ -14,8 +14,8 @@ from torchspec_core.stages.workspace import Workspace
 
 @dataclass(frozen=True)
 class Job:
-    """inputs: input stage name -> sealed folder. params: identity parameters, runtime: runtime parameters, both nested by
-    recipe section (JSON types)."""
+    """inputs: input stage name -> sealed folder. params: identity parameters, runtime: runtime parameters, both
+    nested by recipe section (JSON types)."""
 
     inputs: Mapping[str, Path]
     params: Mapping[str, Any]

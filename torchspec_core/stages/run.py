@@ -22,7 +22,7 @@ from torchspec_core.stages.canonical import to_plain
 from torchspec_core.stages.child import LOCK_FDS, OUTCOME, REQUEST
 from torchspec_core.stages.disk import explain_disk_error, write_json
 from torchspec_core.stages.lock import Holder
-from torchspec_core.stages.progress import PROGRESS_FILE, ProgressUpdate
+from torchspec_core.stages.progress import PROGRESS_FILE, ProgressEvent
 from torchspec_core.stages.spec import StageRef, StageSpec
 from torchspec_core.stages.store import StageStore
 from torchspec_core.stages.workspace import Workspace
@@ -43,7 +43,7 @@ def run_stage(
     inputs: Mapping[str, Path],
     params: Mapping[str, Any],
     runtime: Mapping[str, Any],
-    on_progress: Callable[[ProgressUpdate], None] | None = None,
+    on_progress: Callable[[ProgressEvent], None] | None = None,
     refresh: bool = False,
     env: Mapping[str, str] | None = None,
     deadline_s: float | None = None,
@@ -79,7 +79,7 @@ def _run_child(
     workspace: Workspace,
     request: Mapping[str, Any],
     fds: tuple[int, ...],
-    on_progress: Callable[[ProgressUpdate], None] | None,
+    on_progress: Callable[[ProgressEvent], None] | None,
     env: Mapping[str, str],
     deadline_s: float | None,
     grace_s: float,
@@ -88,12 +88,17 @@ def _run_child(
     write_json(folder / REQUEST, request)
     (folder / OUTCOME).unlink(missing_ok=True)
     attempt = 1 + len(list(workspace.logs.glob("attempt-*.log")))
-    path = os.pathsep.join(filter(None, (os.fspath(Path(torchspec_core.__file__).parent.parent), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(
+        filter(None, (os.fspath(Path(torchspec_core.__file__).parent.parent), os.environ.get("PYTHONPATH")))
+    )
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **env, LOCK_FDS: ",".join(map(str, fds))}
     child = Supervised(
         [sys.executable, "-m", "torchspec_core.stages.child", folder],
         log=workspace.logs / f"attempt-{attempt:03d}.log",
-        env=environment, deadline_s=deadline_s, grace_s=grace_s, pass_fds=fds,
+        env=environment,
+        deadline_s=deadline_s,
+        grace_s=grace_s,
+        pass_fds=fds,
     )
     progress = JsonlTail(workspace.logs / PROGRESS_FILE, from_end=True)
     log.info("%s: making %s (log: %s)", spec.stage, folder.name, child.log)
@@ -103,14 +108,16 @@ def _run_child(
                 _relay(progress, on_progress)
         _relay(progress, on_progress)
     except KeyboardInterrupt:
-        raise StageInterrupted(f"The stage {spec.stage} was stopped; run the same command again to continue: {_kept(folder)}.") from None
+        raise StageInterrupted(
+            f"The stage {spec.stage} was stopped; run the same command again to continue: {_kept(folder)}."
+        ) from None
     _raise_failure(spec, child, folder)
 
 
-def _relay(tail: JsonlTail, on_progress: Callable[[ProgressUpdate], None] | None) -> None:
+def _relay(tail: JsonlTail, on_progress: Callable[[ProgressEvent], None] | None) -> None:
     rows = tail.read()
     if rows and on_progress is not None:
-        on_progress(ProgressUpdate.from_row(rows[-1]))
+        on_progress(rows[-1])
 
 
 def _kept(folder: Path) -> str:
@@ -139,14 +146,18 @@ def _raise_failure(spec: StageSpec, child: Supervised, folder: Path) -> None:
     if "error" in outcome:
         how = f"exit status {child.returncode}; last error: {outcome['error']}"
     raise StageError(
-        f"The stage {spec.stage} failed ({how}); {_kept(folder)}, the same command continues from there; log: {child.log}"
+        f"The stage {spec.stage} failed ({how}); {_kept(folder)}, the same command continues from there; log: "
+        f"{child.log}"
     )
 
 
 @contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
     """SIGTERM ends the block like Ctrl-C, where nobody else handles it (Prefect does, and raises its own)."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
         yield
         return
 

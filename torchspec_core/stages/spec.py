@@ -19,13 +19,13 @@ SLUG_LIMIT = 60
 class StageSpec:
     """Everything that decides the bytes a stage writes.
 
-    params: identity parameters, nested by recipe section. inputs: input stage name -> its key. files: name -> digest of
-    a file that is read. slug: readable part of the folder's name, not part of the key.
+    identity: identity parameters, nested by recipe section. inputs: input stage name -> its key. files: name ->
+    digest of a file that is read. slug: readable part of the folder's name, not part of the key.
     """
 
     stage: str
     version: int
-    params: Mapping[str, Any] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
     slug: str = ""
@@ -33,13 +33,17 @@ class StageSpec:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]*", self.stage):
             raise ValueError(f"a stage is named in lower-case letters, digits and _, not {self.stage!r}")
-        for name in ("params", "inputs", "files"):
+        for name in ("identity", "inputs", "files"):
             object.__setattr__(self, name, to_plain(getattr(self, name), name))
 
     def document(self) -> dict[str, Any]:
         """The document that the key is the digest of (JSON types)."""
         return {
-            "stage": self.stage, "version": self.version, "params": self.params, "inputs": self.inputs, "files": self.files
+            "stage": self.stage,
+            "version": self.version,
+            "identity": self.identity,
+            "inputs": self.inputs,
+            "files": self.files,
         }
 
     @cached_property
@@ -57,7 +61,7 @@ class StageSpec:
     def from_document(document: Mapping[str, Any], slug: str = "") -> StageSpec:
         """The spec of a `document()`; raises KeyError or TypeError for anything else."""
         return StageSpec(
-            document["stage"], document["version"], document["params"], document["inputs"], document["files"], slug
+            document["stage"], document["version"], document["identity"], document["inputs"], document["files"], slug
         )
 
 

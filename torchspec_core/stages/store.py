@@ -19,14 +19,26 @@ from typing import Any
 
 from torchspec_core.errors import UserError
 from torchspec_core.stages import explain as explaining
-from torchspec_core.stages import sweep
 from torchspec_core.stages.disk import TEMPORARY, disk_errors, fsync_folder, remove_tree
-from torchspec_core.stages.lock import Holder, hold
+from torchspec_core.stages.lock import BusyError, Holder, hold
 from torchspec_core.stages.manifest import (
-    MANIFEST, SPEC, Entry, check_files, find_damage, read_entry, read_manifest, read_spec, to_ref, write_manifest, write_spec,
+    MANIFEST,
+    SPEC,
+    Entry,
+    check_files,
+    find_damage,
+    read_entry,
+    read_manifest,
+    read_spec,
+    to_ref,
+    write_manifest,
+    write_spec,
 )
 from torchspec_core.stages.spec import SHORT_KEY, StageRef, StageSpec
+from torchspec_core.stages.sweep import needed_keys
 from torchspec_core.stages.workspace import JOURNAL, Workspace
+
+__all__ = ["Entry", "Lookup", "Plan", "StageRef", "StageStore"]
 
 LOCKS = ".locks"
 log = logging.getLogger("torchspec.stages")
@@ -43,8 +55,9 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would do for one stage. bytes and seconds: of the entry for a hit; for a miss those of the newest sealed
-    entry of the stage, the best estimate there is (None without one). shards_kept: finished shards of a crashed attempt."""
+    """What a run would do for one stage. bytes and seconds: of the entry for a hit; for a miss those of the newest
+    sealed entry of the stage, the best estimate there is (None without one). shards_kept: finished shards of a crashed
+    attempt."""
 
     stage: str
     key: str
@@ -64,7 +77,9 @@ class StageStore:
         if text.startswith("file://"):
             text = text.removeprefix("file://")
         if "://" in text:
-            raise UserError(f"The store {text} is not a local folder, and only local folders are supported; set run.store to one.")
+            raise UserError(
+                f"The store {text} is not a local folder, and only local folders are supported; set run.store to one."
+            )
         self.root = Path(text).absolute()
 
     def folder(self, spec: StageSpec) -> Path:
@@ -107,7 +122,8 @@ class StageStore:
         on_wait: Callable[[Holder], None] | None = None,
         runtime: Mapping[str, Any] | None = None,
     ) -> StageRef:
-        """The sealed entry of `spec`: found, or made by `build` into a workspace that keeps the shards of crashed attempts.
+        """The sealed entry of `spec`: found, or made by `build` into a workspace that keeps the shards of crashed
+        attempts.
 
         refresh: make it anew even when it is there. wait_s, on_wait: see `lock.hold`. runtime: goes into the manifest.
         Raises UserError (disk, permissions, busy, foreign folder) and whatever `build` raises.
@@ -130,21 +146,36 @@ class StageStore:
                 workspace.begin()
                 start = time.monotonic()
                 build(workspace)
-                return self._seal(spec, workspace, start, runtime or {}, "refresh asked for" if refresh else found.reason)
+                return self._seal(
+                    spec, workspace, start, runtime or {}, "refresh asked for" if refresh else found.reason
+                )
 
     def _seal(
-        self, spec: StageSpec, workspace: Workspace, start: float, runtime: Mapping[str, Any], reason: str,
+        self,
+        spec: StageSpec,
+        workspace: Workspace,
+        start: float,
+        runtime: Mapping[str, Any],
+        reason: str,
         adopted_from: str | None = None,
     ) -> StageRef:
         if not workspace.path.is_dir():
-            raise UserError(f"The folder {workspace.path} vanished while its stage was being written; run the same command again.")
+            raise UserError(
+                f"The folder {workspace.path} vanished while its stage was being written; run the same command again."
+            )
         reader = Workspace(workspace.path)  # a child has written the records, not this object
         files = reader.sealed_files()
         reader.drop_scratch()
         rows, earlier_s, metrics = reader.totals()
         manifest = write_manifest(
-            workspace.path, spec, files, rows=rows, seconds=earlier_s + time.monotonic() - start, metrics=metrics,
-            runtime=runtime, adopted_from=adopted_from,
+            workspace.path,
+            spec,
+            files,
+            rows=rows,
+            seconds=earlier_s + time.monotonic() - start,
+            metrics=metrics,
+            runtime=runtime,
+            adopted_from=adopted_from,
         )
         return to_ref(spec.stage, workspace.path, manifest, cached=False, reason=reason)
 
@@ -173,7 +204,9 @@ class StageStore:
                 "move it away or set run.store to another folder."
             )
         if any(not path.name.startswith(TEMPORARY) for path in folder.iterdir()):
-            raise UserError(f"The folder {folder} was not made by this store (no readable {SPEC}); move it away and try again.")
+            raise UserError(
+                f"The folder {folder} was not made by this store (no readable {SPEC}); move it away and try again."
+            )
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[int]:
@@ -220,50 +253,80 @@ class StageStore:
         ]
         return sorted(entries, key=lambda entry: entry.created)
 
-    def find(self, name: str) -> list[Entry]:
-        """Entries whose key begins with `name`, or whose stage, folder name or path it is; UserError when there are none."""
-        path = Path(name).absolute()
-        found = [
-            entry for entry in self.ls()
-            if name in (entry.stage, entry.path.name, f"{entry.stage}/{entry.path.name}") or entry.path == path
-            or (len(name) >= 4 and entry.key.startswith(name))
-        ]
-        if not found:
-            raise UserError(f"Nothing in {self.root} is called {name!r}; `torchspec cache ls` lists what there is.")
-        return found
+    def find(self, stage: str, key: str) -> Entry:
+        """The entry of a stage whose key, or folder name, begins with `key`; UserError unless there is exactly one."""
+        found = [entry for entry in self.ls(stage) if entry.key.startswith(key) or entry.path.name.startswith(key)]
+        if len(found) != 1:
+            many = f"{len(found)} entries" if found else "no entry"
+            raise UserError(
+                f"There is {many} of {stage} that begins with {key!r} in {self.root}; see `torchspec cache ls`."
+            )
+        return found[0]
 
-    def rm(self, entry: Entry) -> int:
-        """Delete one entry; bytes freed. Busy when a run is writing or reading it."""
+    def rm(self, stage: str, key: str) -> Entry:
+        """Delete the one entry of `stage` that `key` names (see `find`); BusyError when a run is writing or reading
+        it."""
+        entry = self.find(stage, key)
+        self._delete(entry)
+        return entry
+
+    def _delete(self, entry: Entry) -> None:
         lock = self.lock_path(entry.stage, entry.key)
         with hold(lock, wait_s=0), disk_errors(entry.path):
             (entry.path / MANIFEST).unlink(missing_ok=True)  # first, so that a crash leaves an unfinished entry
             remove_tree(entry.path)
             lock.unlink(missing_ok=True)
-        return entry.bytes
 
-    def gc(self, keep: int = 3, dry_run: bool = True, last: Sequence[str] | None = None) -> sweep.Sweep:
+    def gc(self, keep: int = 3, dry_run: bool = True, last: Sequence[str] | None = None) -> list[Entry]:
         """Delete what the newest `keep` entries of the last stages do not need; by default only say what would go.
 
-        last: names of the last stages (default: stages that are nobody's input here). Entries made after the newest kept
-        one stay, with what they need: a run under way or interrupted. What is in use stays and is listed as busy.
+        last: names of the last stages (default: stages that are nobody's input here). Entries made after the newest
+        kept one stay, with what they need: a run under way or interrupted. What is in use stays, with a warning in
+        the log.
         """
-        return sweep.sweep(self, keep=keep, dry_run=dry_run, last=last)
+        if keep < 1:
+            raise UserError(f"gc keeps at least one result, not {keep}; `torchspec cache rm` deletes single entries.")
+        entries = self.ls()
+        needed = needed_keys(entries, keep, last)
+        removed = []
+        for entry in entries:
+            if entry.key in needed:
+                continue
+            try:
+                if dry_run:
+                    with hold(self.lock_path(entry.stage, entry.key), wait_s=0):
+                        pass
+                else:
+                    self._delete(entry)
+                removed.append(entry)
+            except BusyError as error:
+                log.warning("kept %s: %s", entry.path, error)
+        return removed
 
-    def verify(self, entry: Entry) -> list[str]:
-        """Re-hash a sealed entry; one line per problem."""
-        manifest = read_manifest(entry.path)
-        return ["it has no readable manifest"] if manifest is None else check_files(entry.path, manifest)
+    def verify(self, entry: Entry | None = None) -> list[str]:
+        """Re-hash the files of one sealed entry, or of all; one line per problem."""
+        problems = []
+        for each in [entry] if entry is not None else [each for each in self.ls() if each.sealed]:
+            manifest = read_manifest(each.path)
+            found = ["it has no readable manifest"] if manifest is None else check_files(each.path, manifest)
+            problems += [f"{each.path}: {problem}" for problem in found]
+        return problems
 
     def adopt(self, path: Path, spec: StageSpec, metrics: Mapping[str, float | int | str] | None = None) -> StageRef:
-        """Take files made elsewhere as the output of `spec`: copied, hashed, sealed, the source's path in the manifest."""
+        """Take files made elsewhere as the output of `spec`: copied, hashed, sealed, the source's path in the
+        manifest."""
         source = Path(path)
         files = sorted(item for item in source.rglob("*") if item.is_file()) if source.is_dir() else []
         if not files:
-            raise UserError(f"The folder {source} does not exist or holds no files; name a folder that holds the stage's output.")
+            raise UserError(
+                f"The folder {source} does not exist or holds no files; name a folder that holds the stage's output."
+            )
         with hold(self.lock_path(spec.stage, spec.key), wait_s=0):
             found = self.lookup(spec)
             if found.hit:
-                raise UserError(f"The entry {self.folder(spec)} is already there; remove it first to adopt another folder.")
+                raise UserError(
+                    f"The entry {self.folder(spec)} is already there; remove it first to adopt another folder."
+                )
             folder, start = self.folder(spec), time.monotonic()
             with disk_errors(folder):
                 self._open(folder, spec)

@@ -1,9 +1,9 @@
 """`Workspace`: the folder that a stage is filling, shard by shard.
 
-A shard is written under a temporary name, synced, renamed and only then recorded in `shards.jsonl` (append-only, synced),
-so a record always speaks of a whole file. After a crash `done(name)` tells which shards are still whole; the body skips
-those. Records are single `O_APPEND` writes: several processes may seal shards of one workspace (it can be pickled).
-The store turns the records into the manifest when the body has returned.
+A shard is written under a temporary name, synced, renamed and only then recorded in `shards.jsonl` (append-only,
+synced), so a record always speaks of a whole file. After a crash `done(name)` tells which shards are still whole; the
+body skips those. Records are single `O_APPEND` writes: several processes may seal shards of one workspace (it can be
+pickled). The store turns the records into the manifest when the body has returned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from typing import Any
 
 from torchspec_core.errors import TorchspecError
 from torchspec_core.stages.disk import (
-    TEMPORARY, digest_file, disk_errors, fsync_file, fsync_folder, remove_tree, temporary_path,
+    TEMPORARY,
+    digest_file,
+    disk_errors,
+    fsync_file,
+    fsync_folder,
+    remove_tree,
+    temporary_path,
 )
 
 JOURNAL = "shards.jsonl"
@@ -44,7 +50,9 @@ def _check_name(name: str) -> str:
 def _check_facts(facts: dict[str, Any], what: str) -> None:
     for name, value in facts.items():
         if type(value) not in (bool, int, float, str) or (type(value) is float and not math.isfinite(value)):
-            raise WorkspaceError(f"{what} {name} must be a finite number or a text, not {value!r} ({type(value).__name__})")
+            raise WorkspaceError(
+                f"{what} {name} must be a finite number or a text, not {value!r} ({type(value).__name__})"
+            )
 
 
 class Workspace:
@@ -73,7 +81,8 @@ class Workspace:
         return folder
 
     def scratch(self, name: str) -> Path:
-        """A folder for private state that helps a crashed body to continue (checkpoints); gone when the stage is sealed."""
+        """A folder for private state that helps a crashed body to continue (checkpoints); gone when the stage is
+        sealed."""
         folder = self.path / "scratch" / _check_name(name)
         with disk_errors(self.path):
             folder.mkdir(parents=True, exist_ok=True)
@@ -92,7 +101,9 @@ class Workspace:
             try:
                 yield draft
                 if not draft.is_file():
-                    raise WorkspaceError(f"the shard {name} was not written: there is no file at the path that was given")
+                    raise WorkspaceError(
+                        f"the shard {name} was not written: there is no file at the path that was given"
+                    )
                 fsync_file(draft)
                 record = {"bytes": draft.stat().st_size, "blake2b": digest_file(draft)}
                 os.replace(draft, final)
@@ -132,7 +143,8 @@ class Workspace:
             self._append({"shard": name, "files": files, "facts": self._pending.pop(name, {})})
 
     def done(self, name: str) -> dict[str, Any] | None:
-        """Facts of a sealed shard that is still whole on disk (bytes, blake2b for a file, and its own facts), else None."""
+        """Facts of a sealed shard that is still whole on disk (bytes, blake2b for a file, and its own facts), else
+        None."""
         name = _check_name(name)
         self._refresh()
         shard = self._shards.get(name)
@@ -142,7 +154,8 @@ class Workspace:
         return {**own, **self._facts.get(name, {})}
 
     def facts(self, name: str, **facts: float | int | str) -> None:
-        """Small facts of a shard (rows, tokens). Inside its block they are recorded with it, in one write; else after it."""
+        """Small facts of a shard (rows, tokens). Inside its block they are recorded with it, in one write; else after
+        it."""
         name = _check_name(name)
         _check_facts(facts, f"fact of {name}:")
         self._refresh()
@@ -152,7 +165,8 @@ class Workspace:
             self._pending.setdefault(name, {}).update(facts)
 
     def record(self, **metrics: float | int | str) -> None:
-        """Flat metrics of the whole stage, for the manifest; a later value replaces an earlier one. `rows` counts rows."""
+        """Flat metrics of the whole stage, for the manifest; a later value replaces an earlier one. `rows` counts
+        rows."""
         _check_facts(metrics, "metric")
         self._append({"metrics": metrics})
 
@@ -176,17 +190,22 @@ class Workspace:
         self._append({"attempt": os.getpid()})
 
     def sealed_files(self) -> dict[str, dict[str, Any]]:
-        """Every recorded file with size, digest and facts; WorkspaceError when one is missing or another is unrecorded."""
+        """Every recorded file with size, digest and facts; WorkspaceError when one is missing or another is
+        unrecorded."""
         self._refresh()
         files: dict[str, dict[str, Any]] = {}
         for name, shard in self._shards.items():
             for file, facts in shard.items():
                 if not self._whole(file, facts["bytes"]):
-                    raise WorkspaceError(f"the shard file {self.path / file} vanished or changed size after it was sealed")
+                    raise WorkspaceError(
+                        f"the shard file {self.path / file} vanished or changed size after it was sealed"
+                    )
                 files[file] = {**facts, **(self._facts.get(name, {}) if file == name else {})}
         stray = sorted(str(path.relative_to(self.path)) for path in self._stray(set(files)))
         if stray:
-            raise WorkspaceError(f"files were written past Workspace.shard or .tree in {self.path}: {', '.join(stray[:5])}")
+            raise WorkspaceError(
+                f"files were written past Workspace.shard or .tree in {self.path}: {', '.join(stray[:5])}"
+            )
         return dict(sorted(files.items()))
 
     def totals(self) -> tuple[int, float, dict[str, Any]]:
@@ -208,7 +227,9 @@ class Workspace:
 
     def _require_folder(self) -> None:
         if not self.path.is_dir():
-            raise WorkspaceError(f"the folder {self.path} vanished while its stage was being written; run the same command again")
+            raise WorkspaceError(
+                f"the folder {self.path} vanished while its stage was being written; run the same command again"
+            )
 
     def _stray(self, known: set[str]) -> list[Path]:
         stray = []
