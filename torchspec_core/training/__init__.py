@@ -1,0 +1,1 @@
+"""Training a drafter: batch plan, step, optimiser, checkpoint, validation, and the `drafter` stage."""

@@ -1,0 +1,148 @@
+"""The training loop: packed batches through the objective, one optimiser step each, metrics read late, exact resume.
+
+Nothing in a step waits for a value: losses and norms stay tensors until a line of metrics is due. A checkpoint holds everything that
+the next step depends on, and the plan is a pure function of its inputs, so a killed run that starts again ends with the
+same bits as one that was never killed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchspec_core.drafters.eagle3 import Eagle3Drafter
+from torchspec_core.objectives.alignment import MaskAlignment
+from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss
+from torchspec_core.training.batch import PackedBatch, SampleSource, pack
+from torchspec_core.training.checkpoint import load_checkpoint, save_checkpoint
+from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
+from torchspec_core.training.plan import PlannedStep
+from torchspec_core.training.schedule import Schedule, lr_factor
+
+_log = logging.getLogger("torchspec.training")
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What a run does, step by step; see the recipe's `training` section for the meaning of each."""
+
+    ttt_length: int
+    depth_decay: float
+    alignment: MaskAlignment
+    optimizer: OptimizerSettings
+    schedule: Schedule
+    warmup: float
+    decay: float
+    dtype: torch.dtype
+    ema: float
+    checkpoint_seconds: float
+    validate_steps: int
+    log_steps: int
+    chunk: int = 512
+
+
+@dataclass(frozen=True)
+class Report:
+    """A line of metrics as it is logged: `step` of `steps` done, and the flat numbers."""
+
+    step: int
+    steps: int
+    numbers: dict[str, float]
+
+
+def train(
+    drafter: Eagle3Drafter, teacher: Teacher, source: SampleSource, plan: Sequence[PlannedStep], settings: LoopSettings, scratch: Path,
+    report: Callable[[Report], None], validate: Callable[[Eagle3Drafter], dict[str, float]] | None = None,
+) -> list[Tensor]:
+    """Train `drafter` in place (it ends in the compute type) and return its final fp32 weights in parameter order.
+
+    Args:
+        drafter: fp32, initialised.
+        teacher: frozen parts of the target, in the compute type.
+        plan: the steps; rank 0's samples are used.
+        scratch: folder for checkpoint and metrics; a run continues from what it finds there.
+        report: called for each line of metrics.
+        validate: called every `validate_steps` steps; its numbers are logged as `val_*`.
+    """
+    masters = make_masters(drafter, settings.dtype)
+    optimizer = make_optimizer(masters, settings.optimizer)
+    average = [m.detach().clone() for m in masters.master] if settings.ema else []
+    first, tokens, elapsed = 0, 0, 0.0
+    pending: list[tuple[Tensor, ...]] = []
+    metrics = scratch / METRICS
+    saved = load_checkpoint(scratch)
+    if saved is not None:
+        first, tokens, elapsed = saved["step"], saved["tokens"], saved["seconds"]
+        optimizer.load(saved["optimizer"])
+        torch._foreach_copy_(average, saved["average"]) if average else None
+        pending = [tuple(row) for row in saved["pending"]]
+        _log.info("continuing at step %d of %d", first, len(plan))
+    _truncate(metrics, saved["metrics_bytes"] if saved else 0)
+    began = mark = time.monotonic()
+    with open(metrics, "a", encoding="utf-8") as lines:
+        for step in range(first, len(plan)):
+            batch = _load(source, plan[step], settings)
+            result = eagle3_loss(
+                drafter, teacher, batch.ids, batch.aux, batch.last, batch.index, settings.depth_decay, chunk=settings.chunk)
+            result.loss.backward()
+            factor = lr_factor(step, len(plan), settings.schedule, settings.warmup, settings.decay)
+            norm = optimizer.step(factor)
+            if average:
+                torch._foreach_lerp_(average, [m.detach() for m in masters.master], 1.0 - settings.ema)
+            tokens += batch.tokens
+            pending.append((
+                result.loss.detach(), result.numerator, result.correct, result.count, norm,
+                torch.tensor([batch.tokens, batch.supervised, len(batch.ids)], dtype=torch.float64)))
+            done = step + 1
+            if done % settings.log_steps == 0 or done == len(plan):
+                numbers = _summarise(pending)
+                pending = []
+                numbers |= {
+                    "lr": settings.optimizer.lr * factor, "tokens_seen": tokens, "skipped": float(optimizer.skipped),
+                    "epoch": plan[step].epoch, "seconds": elapsed + time.monotonic() - began}
+                if validate is not None and settings.validate_steps and done % settings.validate_steps == 0 and done < len(plan):
+                    numbers |= {f"val_{name}": value for name, value in validate(drafter).items()}
+                lines.write(json.dumps({"step": done, **numbers}) + "\n")
+                lines.flush()
+                report(Report(done, len(plan), numbers))
+            if time.monotonic() - mark >= settings.checkpoint_seconds and done < len(plan):
+                save_checkpoint(scratch, {
+                    "step": done, "tokens": tokens, "seconds": elapsed + time.monotonic() - began, "optimizer": optimizer.state(),
+                    "average": average, "pending": [list(row) for row in pending], "metrics_bytes": lines.tell()})
+                mark = time.monotonic()
+    final = average or [m.detach() for m in masters.master]
+    with torch.no_grad():
+        torch._foreach_copy_(masters.working, final)
+    return final
+
+
+def _load(source: SampleSource, step: PlannedStep, settings: LoopSettings) -> PackedBatch:
+    samples = [source.get(i) for i in step.ranks[0]]
+    return pack(samples, settings.ttt_length, settings.alignment, settings.dtype)
+
+
+def _truncate(path: Path, size: int) -> None:
+    """Drop what was logged after the checkpoint; the steps will be made, and logged, again."""
+    with open(path, "a+b") as file:
+        file.truncate(size)
+
+
+def _summarise(pending: list[tuple[Tensor, ...]]) -> dict[str, float]:
+    """Mean loss and norm, and accuracies pooled over the rows, of the steps since the last line."""
+    loss, numerator, correct, count, norm, sizes = (torch.stack(column).double() for column in zip(*pending, strict=True))
+    rows = count.sum(dim=0).clamp(min=1.0)
+    total = sizes.sum(dim=0)
+    numbers: dict[str, Any] = {"loss": loss.mean(), "grad_norm": norm.mean()}
+    for depth, (value, right) in enumerate(zip(numerator.sum(dim=0) / rows, correct.sum(dim=0) / rows, strict=True)):
+        numbers |= {f"loss_{depth}": value, f"acc_{depth}": right}
+    numbers |= {"tokens": total[0], "supervised": total[1], "padding": 1.0 - total[0] / total[2]}
+    return {name: float(value) for name, value in numbers.items()}
