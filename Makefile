@@ -49,7 +49,7 @@ test: setup  ## everything: lint, every test, the smoke walk
 	@$(MAKE) --no-print-directory faults
 
 screenshot: setup  ## picture of the newest run in the Prefect UI, into docs/images/ (needs chromium)
-	@scripts/screenshot
+	@$(BIN)/python -m scripts.screenshot_ui
 
 clean:  ## remove the environment and the logs; results in .torchspec/store stay
 	rm -rf .venv build *.egg-info $(SMOKE_STORE) .torchspec/mypy .torchspec/ruff .torchspec/setup.log .torchspec/libraries.txt

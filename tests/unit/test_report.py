@@ -23,15 +23,30 @@ from torchspec_core.stages.job import local_job
 STAGES = ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation")
 SECONDS = dict(zip(STAGES, (3.5, 1.25, 200.0, 4.0, 2.25, 60.0, 300.0, 1.0, 90.0), strict=True))
 EVALUATION = {
-    "heldout.greedy.acceptance_length": 1.561, "heldout.greedy.acceptance_length_stderr": 0.021,
-    "heldout.greedy.slot_1": 0.371, "heldout.greedy.slot_2": 0.142, "heldout.greedy.slot_3": 0.048,
-    "heldout.greedy.drafts": 1480, "heldout.greedy.tokens": 2310,
-    "heldout.t1.acceptance_length": 1.33, "heldout.t1.slot_1": 0.25, "heldout.t1.slot_2": 0.06, "heldout.t1.slot_3": 0.02,
-    "heldout.t1.drafts": 1700, "heldout.t1.tokens": 2261,
-    "mtbench.greedy.acceptance_length": 1.52, "mtbench.greedy.slot_1": 0.35, "mtbench.greedy.slot_2": 0.13,
-    "mtbench.greedy.slot_3": 0.04, "mtbench.greedy.drafts": 1501, "mtbench.greedy.tokens": 2281,
-    "heldout.greedy.vllm_acceptance_length": 1.549, "heldout.greedy.vllm_text_equal": 0.975,
-    "baseline.unigram.acceptance_length": 1.04, "baseline.bigram.acceptance_length": 1.21, "baseline.repeat.acceptance_length": 1.02,
+    "heldout.greedy.acceptance_length": 1.561,
+    "heldout.greedy.acceptance_length_stderr": 0.021,
+    "heldout.greedy.slot_1": 0.371,
+    "heldout.greedy.slot_2": 0.142,
+    "heldout.greedy.slot_3": 0.048,
+    "heldout.greedy.drafts": 1480,
+    "heldout.greedy.tokens": 2310,
+    "heldout.t1.acceptance_length": 1.33,
+    "heldout.t1.slot_1": 0.25,
+    "heldout.t1.slot_2": 0.06,
+    "heldout.t1.slot_3": 0.02,
+    "heldout.t1.drafts": 1700,
+    "heldout.t1.tokens": 2261,
+    "mtbench.greedy.acceptance_length": 1.52,
+    "mtbench.greedy.slot_1": 0.35,
+    "mtbench.greedy.slot_2": 0.13,
+    "mtbench.greedy.slot_3": 0.04,
+    "mtbench.greedy.drafts": 1501,
+    "mtbench.greedy.tokens": 2281,
+    "heldout.greedy.vllm_acceptance_length": 1.549,
+    "heldout.greedy.vllm_text_equal": 0.975,
+    "baseline.unigram.acceptance_length": 1.04,
+    "baseline.bigram.acceptance_length": 1.21,
+    "baseline.repeat.acceptance_length": 1.02,
 }
 
 
@@ -43,11 +58,18 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     for place, name in enumerate(STAGES):
         folder = folders[name] = tmp_path / "store" / name / f"x-{place}"
         folder.mkdir(parents=True)
-        manifest = {"key": f"{place:032x}", "rows": 10 + place, "bytes": 1000 * (place + 1), "seconds": SECONDS[name],
-                    "metrics": {"steps": 12} if name == "drafter" else {}}
+        manifest = {
+            "key": f"{place:032x}",
+            "rows": 10 + place,
+            "bytes": 1000 * (place + 1),
+            "seconds": SECONDS[name],
+            "metrics": {"steps": 12} if name == "drafter" else {},
+            "spec": {"params": {reads[name]: recipe[reads[name]]} if name in reads else {}},
+            "host": {"name": "elsewhere", "machine": "riscv64", "cpus": 12, "memory_bytes": 3 << 30},
+            "libraries": {"torch": "9.9.9", "python": "3.99"},
+            "code": {"version": "0.0.7", "commit": "abcdef0123456789"},
+        }
         (folder / "manifest.json").write_text(json.dumps(manifest))
-        params = {reads[name]: recipe[reads[name]]} if name in reads else {}
-        (folder / "spec.json").write_text(json.dumps({"stage": name, "params": params}))
     (folders["target"] / "facts.json").write_text(json.dumps({"hidden_size": 576, "num_layers": 30}))
     (folders["drafter"] / "drafter.json").write_text(json.dumps({"hidden_size": 576, "draft_vocab_size": 8192}))
     rows = [
@@ -57,7 +79,15 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     (folders["drafter"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folders["drafter"] / "validation.json").write_text(json.dumps({"loss": 4.25, "acc_0": 0.31, "acc_1": 0.1}))
     (folders["evaluation"] / "evaluation.json").write_text(json.dumps(EVALUATION))
-    samples = [{"set": "heldout", "mode": "greedy", "prompt": "Is 1 < 2?", "answer": "Yes: ```1 < 2``` & so on", "acceptance_length": 1.75}]
+    samples = [
+        {
+            "set": "heldout",
+            "mode": "greedy",
+            "prompt": "Is 1 < 2?",
+            "answer": "Yes: ```1 < 2``` & so on",
+            "acceptance_length": 1.75,
+        }
+    ]
     (folders["evaluation"] / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     return folders
 
@@ -81,7 +111,9 @@ class _Cells(HTMLParser):
         self.loads: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.loads += [f"{tag} {name}" for name, value in attrs if name in ("src", "href") and not str(value).startswith("#")]
+        self.loads += [
+            f"{tag} {name}" for name, value in attrs if name in ("src", "href") and not str(value).startswith("#")
+        ]
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
@@ -105,7 +137,8 @@ def test_flat_numbers_are_the_recorded_ones(report: Path) -> None:
     assert numbers["training.steps"] == 12 and numbers["validation.acc_0"] == 0.31
     assert numbers["meta.k"] == 3 and numbers["meta.top_p"] == 0.95 and numbers["meta.temperature"] == 1.0
     assert numbers["meta.model"] == "package:smollm2-135m-instruct" and numbers["meta.run"] == "by-hand"
-    assert numbers["meta.key.drafter"].endswith("6") and numbers["meta.hardware.cores"] >= 1
+    assert numbers["meta.key.drafter"].endswith("6") and numbers["meta.version.torch"] == "9.9.9"
+    assert [numbers[f"meta.hardware.{part}"] for part in ("processor", "cores", "memory_gib")] == ["riscv64", 12, 3.0]
     assert all(isinstance(value, int | float | str) for value in numbers.values())
 
 
@@ -120,6 +153,7 @@ def test_html_shows_the_numbers_and_loads_nothing(report: Path) -> None:
     assert next(row for row in cells.rows if row[0] == "total")[2] == "662.0"
     assert next(row for row in cells.rows if row[0] == "accuracy, depth 1")[1:] == ["0.030", "0.360", "0.310"]
     assert not cells.loads, cells.loads
+    assert ["versions", "torchspec 0.0.7, commit abcdef012345, torch 9.9.9, python 3.99"] in cells.rows
     assert "1 + accepted draft tokens per verification step" in text
     assert "Yes: ```1 &lt; 2``` &amp; so on" in text
     assert text.count("<svg") == 4 and "prefers-color-scheme: dark" in text and "98 % of 40 held-out" in text
@@ -130,7 +164,12 @@ def test_figures_are_svg_with_readable_text(report: Path) -> None:
         root = ET.parse(report / file).getroot()
         words = " ".join(t for t in root.itertext())
         assert root.tag.endswith("svg") and (report / file).stat().st_size < 60_000
-        assert {"acceptance.svg": "bigram table", "slots.svg": "MT-Bench", "training.svg": "depth 2", "stages.svg": "drafter"}[file] in words
+        assert {
+            "acceptance.svg": "bigram table",
+            "slots.svg": "MT-Bench",
+            "training.svg": "depth 2",
+            "stages.svg": "drafter",
+        }[file] in words
         assert "#010203" not in (report / file).read_text()
 
 
@@ -161,8 +200,12 @@ def test_without_vllm_and_samples(inputs: dict[str, Path], tmp_path: Path) -> No
     few = {k: v for k, v in EVALUATION.items() if "vllm" not in k and "baseline" not in k}
     (inputs["evaluation"] / "evaluation.json").write_text(json.dumps(few))
     (inputs["evaluation"] / "samples.jsonl").unlink()
-    job = local_job(tmp_path / "r", inputs=inputs, params={"evaluation": {"k": 3, "temperature": 1.0, "top_p": 0.95}},
-                    runtime={"run": {"name": "few"}})
+    job = local_job(
+        tmp_path / "r",
+        inputs=inputs,
+        params={"evaluation": {"k": 3, "temperature": 1.0, "top_p": 0.95}},
+        runtime={"run": {"name": "few"}},
+    )
     build(job)
     text = (tmp_path / "r" / "report.md").read_text()
     assert "vLLM's counters" not in text and "bigram" not in text and "Sample answers" not in text
@@ -178,7 +221,7 @@ def test_a_missing_file_is_named(inputs: dict[str, Path], tmp_path: Path) -> Non
 def test_smoothing_is_a_trailing_mean() -> None:
     values = np.random.default_rng(0).normal(size=23)
     for window in (1, 4, 40):
-        expected = [values[max(0, i - window + 1): i + 1].mean() for i in range(23)]
+        expected = [values[max(0, i - window + 1) : i + 1].mean() for i in range(23)]
         np.testing.assert_allclose(smoothed(values.tolist(), window), expected, rtol=1e-12)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchspec_core.plots.style import COLORS, new_figure, svg
+from torchspec_core.plots.style import COLORS, drawing, new_figure, svg
 
 
 @dataclass(frozen=True)
@@ -18,27 +18,44 @@ class Bar:
     group: str
 
 
+@drawing
 def acceptance_bars(bars: Sequence[Bar], limit: float) -> str:
-    """Horizontal bars of acceptance length from 1 (nothing accepted); `limit` = 1 + K, what a perfect drafter would reach."""
+    """Horizontal bars of acceptance length from 1 (nothing accepted); `limit` = 1 + K, what a perfect drafter would
+    reach.
+    """
     figure, (ax,) = new_figure(7.2, 0.9 + 0.28 * len(bars))
     groups = list(dict.fromkeys(bar.group for bar in bars))
     for place, bar in enumerate(bars):
         color = COLORS[-1] if bar.group == groups[-1] and len(groups) > 1 else COLORS[groups.index(bar.group)]
-        ax.barh(place, bar.value - 1.0, left=1.0, color=color, height=0.62,
-                xerr=bar.stderr, error_kw={"elinewidth": 1.0, "ecolor": "#5a6068", "capsize": 2.5})
-        ax.text(bar.value + (bar.stderr or 0.0), place, f"  {bar.value:.2f}", va="center", fontsize=9)
+        ax.barh(
+            place,
+            bar.value - 1.0,
+            left=1.0,
+            color=color,
+            height=0.62,
+            xerr=bar.stderr,
+            error_kw={"elinewidth": 1.0, "ecolor": "#5a6068", "capsize": 2.5},
+        )
+        ax.annotate(
+            f"{bar.value:.2f}",
+            (bar.value + (bar.stderr or 0.0), place),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+        )
     ax.set_yticks(range(len(bars)), [bar.label for bar in bars])
     ax.invert_yaxis()
     ax.set_xlim(1.0, min(limit, max(bar.value for bar in bars) + 0.25))
-    ax.set_xlabel(f"acceptance length (tokens a verification step; 1 = nothing accepted, {limit:g} = everything)")
+    ax.set_xlabel(f"tokens a verification step (1: nothing accepted, {limit:g}: everything)")
     ax.grid(False, axis="y")
     ax.grid(True, axis="x", color=COLORS[-1], alpha=0.25, linewidth=0.6)
     return svg(figure)
 
 
+@drawing
 def slot_lines(slots: Mapping[str, Sequence[float]]) -> str:
     """Per set: the share of steps in which drafts 1..k were all accepted, k = 1..K."""
-    figure, (ax,) = new_figure(5.2, 2.9)
+    figure, (ax,) = new_figure(5.2, 2.6)
     depth = 1
     for color, (name, rates) in zip(COLORS * 4, slots.items(), strict=False):
         depth = max(depth, len(rates))

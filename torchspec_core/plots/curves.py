@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from torchspec_core.plots.style import COLORS, new_figure, svg
+from torchspec_core.plots.style import COLORS, drawing, new_figure, svg
 
 POINTS = 300
 
@@ -26,8 +26,11 @@ def depth_keys(row: Mapping[str, Any]) -> list[str]:
     return sorted((key for key in row if key.startswith("acc_")), key=lambda key: int(key.rsplit("_", 1)[1]))
 
 
+@drawing
 def training_curves(rows: Sequence[Mapping[str, Any]], validation: Mapping[str, Any]) -> str:
-    """Loss on the left, accuracy by depth on the right (thick: running mean; dashed: held-out at the end, where measured)."""
+    """Loss on the left, accuracy by depth on the right (thick: running mean; dashed: held-out at the end, where
+    measured).
+    """
     figure, (loss_ax, acc_ax) = new_figure(8.6, 3.0, columns=2)
     tokens = np.cumsum([float(row.get("tokens", 1)) for row in rows]) / 1e3
     window = max(1, len(rows) // 40)
@@ -38,10 +41,17 @@ def training_curves(rows: Sequence[Mapping[str, Any]], validation: Mapping[str, 
     loss_ax.set_title("loss")
     for depth, key in enumerate(depth_keys(rows[-1])):
         color = COLORS[depth % len(COLORS)]
-        acc_ax.plot(tokens[keep], smoothed([float(row[key]) for row in rows], window)[keep], color=color, label=f"depth {depth + 1}")
+        acc_ax.plot(
+            tokens[keep],
+            smoothed([float(row[key]) for row in rows], window)[keep],
+            color=color,
+            label=f"depth {depth + 1}",
+        )
         if isinstance(validation.get(key), int | float):
             acc_ax.axhline(float(validation[key]), color=color, linestyle="--", linewidth=0.9)
-    acc_ax.set_title("accuracy (dashed: held-out, at the end)" if any(k in validation for k in depth_keys(rows[-1])) else "accuracy")
+    acc_ax.set_title(
+        "accuracy (dashed: held-out, at the end)" if any(k in validation for k in depth_keys(rows[-1])) else "accuracy"
+    )
     acc_ax.set_ylim(bottom=0.0)
     acc_ax.legend()
     for ax in (loss_ax, acc_ax):

