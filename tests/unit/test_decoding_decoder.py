@@ -13,6 +13,7 @@ from torchspec_core.decoding.decoder import Decoded, Sampling, decode, row_unifo
 from torchspec_core.decoding.draft import Committed, Proposal, TableDrafts, baseline_tables
 from torchspec_core.decoding.target import CachedTarget, _by_length
 from torchspec_core.errors import UserError
+from torchspec_core.targets.facts import TargetFacts, facts_from_config
 
 V, K = 48, 3
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [9], [11, 12, 13], [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31], [40, 41]]
@@ -29,7 +30,11 @@ def model() -> LlamaForCausalLM:
 
 @pytest.fixture
 def target(model: LlamaForCausalLM) -> CachedTarget:
-    return CachedTarget(model)
+    return CachedTarget(model, facts_of(model))
+
+
+def facts_of(model: LlamaForCausalLM) -> TargetFacts:
+    return facts_from_config({**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]})
 
 
 def plain_greedy(model: LlamaForCausalLM, prompt: list[int], count: int, eos: tuple[int, ...] = ()) -> list[int]:
@@ -96,10 +101,10 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(model: LlamaForCausalLM,
     for rows in results.values():
         assert [list(row.tokens) for row in rows] == expected
     # Oracle drafter: all K accepted in every step, so AL = K + 1 and 23 further tokens take ceil(23 / 4) steps.
-    assert all(row.accepted == (row.drafts,) * K and row.drafts == 6 for row in results["oracle"])
+    assert all(row.steps == (K,) * 6 for row in results["oracle"])
     # One wrong last token: exactly K - 1 accepted in every step.
-    assert all(row.accepted == (row.drafts, row.drafts, 0) for row in results["adversarial"])
-    assert any(0 < row.accepted[1] < row.accepted[0] < row.drafts for row in results["sometimes"])
+    assert all(set(row.steps) == {K - 1} for row in results["adversarial"])
+    assert any(len(set(row.steps)) == K + 1 for row in results["sometimes"])
 
 
 def test_every_step_emits_its_accepted_tokens_and_one_more(model: LlamaForCausalLM, target: CachedTarget) -> None:
@@ -107,10 +112,8 @@ def test_every_step_emits_its_accepted_tokens_and_one_more(model: LlamaForCausal
     mixed = Scripted(PROMPTS, lambda context, k: [
         token if numbers.random() < 0.6 else 0 for token in plain_greedy(model, context, k)])
     for row in run(target, mixed):
-        # 1 + AL * steps tokens were made; the limit hides at most K of them. AL = 1 + sum of the slot rates.
-        made = 1 + row.drafts + sum(row.accepted)
+        made = 1 + len(row.steps) + sum(row.steps)  # the limit hides at most K of them
         assert 0 <= made - len(row.tokens) <= K
-        assert list(row.accepted) == sorted(row.accepted, reverse=True)
 
 
 def test_a_ragged_batch_equals_one_by_one_greedy_and_sampled(model: LlamaForCausalLM, target: CachedTarget) -> None:
@@ -134,19 +137,19 @@ def test_rows_that_stop_leave_and_tokens_after_the_end_do_not_count(model: Llama
     assert [list(row.tokens) for row in results] == expected
     for row in results:
         assert row.finish == ("stop" if row.tokens[-1] == eos else "length")
-        assert row.engine_accepted == (row.drafts,) * K
-        if row.finish == "stop":  # all emitted tokens but the first and each step's bonus were accepted drafts
-            steps, left = divmod(len(row.tokens) - 1, K + 1)
-            last_step = (row.drafts == steps + 1) * min(left, K)
-            assert sum(row.accepted) == K * steps + last_step
-        else:
-            assert row.accepted == row.engine_accepted
+        assert row.steps[:-1] == (K,) * (len(row.steps) - 1)
+        assert row.steps[-1] + row.after_end == K
+        if row.finish == "length":
+            assert row.after_end == 0
+        else:  # of the last step's tokens, those up to the end were emitted; its bonus is no draft
+            assert row.steps[-1] == min(K, len(row.tokens) - 1 - (K + 1) * (len(row.steps) - 1))
+    assert any(row.after_end for row in results)
 
 
 def test_end_of_sequence_as_first_token_takes_no_step(model: LlamaForCausalLM, target: CachedTarget) -> None:
     first = plain_greedy(model, PROMPTS[0], 1)[0]
     row = run(target, TableDrafts(torch.arange(V)), PROMPTS[:1], eos=[first])[0]
-    assert (row.tokens, row.finish, row.drafts, row.accepted) == ((first,), "stop", 0, (0, 0, 0))
+    assert (row.tokens, row.finish, row.steps) == ((first,), "stop", ())
 
 
 def test_sampled_text_follows_the_targets_law(model: LlamaForCausalLM, target: CachedTarget) -> None:
@@ -155,7 +158,7 @@ def test_sampled_text_follows_the_targets_law(model: LlamaForCausalLM, target: C
     table = TableDrafts(torch.tensor([plain_greedy(model, [*prompt, i], 1)[0] for i in range(V)]))
     out = decode(target, table, [prompt] * rows, keys=[str(i) for i in range(rows)], k=2, max_new_tokens=2,
                  sampling=Sampling(temperature))
-    assert 0 < sum(row.accepted[0] for row in out) < rows
+    assert 0 < sum(row.steps[0] > 0 for row in out) < rows
     with torch.no_grad():
         first = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].double() / temperature, -1)
         both = model(torch.tensor([[*prompt, i] for i in range(V)])).logits[:, -1].double()
@@ -178,7 +181,7 @@ def test_captured_states_are_the_residual_streams_of_the_committed_tokens(model:
             seen.append(committed)
             return super().propose(committed, k, temperature, u)
 
-    target = CachedTarget(model, (2, 0))
+    target = CachedTarget(model, facts_of(model), (2, 0))
     prompts = PROMPTS[:2]
     table = torch.tensor([plain_greedy(model, [i], 1)[0] for i in range(V)])
     out = run(target, Watch(table), prompts, max_new_tokens=12)
@@ -218,7 +221,7 @@ def test_row_numbers_depend_on_seed_and_key_only() -> None:
 
 def test_a_target_without_the_drafters_layers_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(UserError, match=r"layers 0\.\.3.*reads layer 7"):
-        CachedTarget(model, (1, 7))
+        CachedTarget(model, facts_of(model), (1, 7))
 
 
 def test_baseline_tables_by_hand() -> None:

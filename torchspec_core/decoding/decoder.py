@@ -1,9 +1,9 @@
 """The loop: prefill, then draft, verify, commit, until every row has stopped.
 
-What is counted. A *draft* is one verification step. Slot k is *accepted* in a step when drafts 1..k were all accepted;
-acceptance length = 1 + accepted drafts per step, the bonus token included. Drafts accepted after an end-of-sequence token
-are not emitted and do not count. A step cut by `max_new_tokens` counts whole: the limit says nothing about the drafter.
-Engines that count before they look for the end count those too; `engine_accepted` holds that reading, for comparison.
+What is counted. A *step* is one verification of K drafts; acceptance length = 1 + accepted drafts per step, the bonus token
+included. Drafts accepted after an end-of-sequence token are not emitted and do not count; they are kept apart, because
+engines that count before they look for the end count them. A step cut by `max_new_tokens` counts whole: the limit says nothing
+about the drafter.
 
 Randomness. Every row has its own numbers, made from (seed, row key): a row's text does not depend on its neighbours,
 the batch size, or the order. Drafting, acceptance and the following token each take numbers of their own.
@@ -42,32 +42,30 @@ class Sampling:
 class Decoded:
     """One row's result.
 
-    tokens: the new tokens, the end-of-sequence token included. drafts: verification steps. accepted: for each slot 1..K, the steps in
-    which it was accepted. engine_accepted: the same, tokens after the end included.
+    tokens: the new tokens, the end-of-sequence token included. steps: accepted drafts of each verification step.
+    after_end: drafts of the last step that were accepted after an end-of-sequence token; not in `steps`.
     """
 
     key: str
     tokens: tuple[int, ...]
     finish: Literal["stop", "length"]
-    drafts: int
-    accepted: tuple[int, ...]
-    engine_accepted: tuple[int, ...]
+    steps: tuple[int, ...]
+    after_end: int
 
 
 class _Row:
     """One row in progress."""
 
-    def __init__(self, key: str, prompt: Sequence[int], k: int) -> None:
+    def __init__(self, key: str, prompt: Sequence[int]) -> None:
         self.key = key
         self.length = len(prompt)  # positions whose token is known; the newest token sits at length - 1
         self.tokens: list[int] = []
-        self.drafts = 0
-        self.accepted = [0] * k
-        self.engine_accepted = [0] * k
+        self.steps: list[int] = []
+        self.after_end = 0
         self.finish: Literal["stop", "length"] | None = None
 
     def commit(self, tokens: list[int], eos: frozenset[int], limit: int) -> int:
-        """Append tokens up to an end-of-sequence token or the limit; how many of `tokens` precede any end, itself included."""
+        """Append `tokens` up to an end-of-sequence token (included) or the limit; how many the end alone lets through."""
         self.length += len(tokens)
         end = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
         emitted = tokens if end is None else tokens[:end]
@@ -81,7 +79,7 @@ class _Row:
 
     def result(self) -> Decoded:
         assert self.finish is not None
-        return Decoded(self.key, tuple(self.tokens), self.finish, self.drafts, tuple(self.accepted), tuple(self.engine_accepted))
+        return Decoded(self.key, tuple(self.tokens), self.finish, tuple(self.steps), self.after_end)
 
 
 def row_uniforms(seed: int, key: str, steps: int, width: int) -> np.ndarray:
@@ -118,7 +116,7 @@ def decode(
     """
     k = k if drafts is not None else 0
     ends = frozenset(eos)
-    rows = [_Row(key, prompt, k) for key, prompt in zip(keys, prompts, strict=True)]
+    rows = [_Row(key, prompt) for key, prompt in zip(keys, prompts, strict=True)]
     live = list(rows)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + k + 1
     # Draw K drafts, decide K acceptances, draw one token a step; a row takes at most max_new_tokens steps.
@@ -184,9 +182,8 @@ def _step(
         verdict = verify_sampled(read.logits, drafted, q, u[:, k:], sampling.temperature, sampling.top_p)
     tokens = torch.cat([drafted, root], dim=1).scatter_(1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1))
     for row, accepted, chain in zip(live, verdict.accepted.tolist(), tokens.tolist(), strict=True):
-        before_end = row.commit(chain[: accepted + 1], ends, limit)
-        row.drafts += drafts is not None
-        for slot in range(accepted):
-            row.engine_accepted[slot] += 1
-            row.accepted[slot] += slot < before_end
+        emitted = row.commit(chain[: accepted + 1], ends, limit)
+        if drafts is not None:
+            row.steps.append(min(accepted, emitted))
+            row.after_end = accepted - row.steps[-1]
     return Committed(read.states, tokens, start, verdict.accepted + 1)

@@ -10,8 +10,8 @@ Shape legend: B rows, N newly committed positions (right-padded), K drafts, A ca
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchspec_core.decoding.verify import draw
-
-if TYPE_CHECKING:
-    from torchspec_core.drafters.eagle3 import Eagle3Drafter
+from torchspec_core.drafters.eagle3 import Eagle3Drafter
 
 # Rows x positions that the drafter reads in one first pass: bounds its attention scores on long prompts.
 FIRST_PASS_TOKENS = 4096
@@ -106,7 +104,7 @@ class Eagle3Chain:
         return Proposal(torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None)
 
     def keep(self, rows: Tensor) -> None:
-        self.cache.keep(rows)
+        self.cache = replace(self.cache, k=self.cache.k[rows], v=self.cache.v[rows])
 
     def _read(self, committed: Committed) -> Tensor:
         """Run the committed positions through the drafter; its output [B, H] at each row's newest one."""

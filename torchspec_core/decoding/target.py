@@ -13,6 +13,7 @@ same pass, by hooks, under canonical layer ids (j = after 0-based decoder layer 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from torchspec_core.errors import UserError
+from torchspec_core.targets.engine import load_model, residual_taps
+from torchspec_core.targets.facts import TargetFacts, read_facts
 
 ATTENTION = "torchspec_folded"
 # Tokens of one prefill pass, padding included: bounds the memory of the pass.
@@ -127,36 +130,30 @@ class CachedTarget:
     decoder would run wrongly (sliding windows, logits changed after the head) or for layers it does not have.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()) -> None:
+    def __init__(self, model: PreTrainedModel, facts: TargetFacts, layers: Sequence[int] = ()) -> None:
         _refuse_unfaithful(model)
+        missing = [layer for layer in layers if not 0 <= layer < facts.num_layers]
+        if missing:
+            raise UserError(f"the target has decoder layers 0..{facts.num_layers - 1}, but the drafter reads layer "
+                            f"{missing[0]}: it was trained for another target.")
         self.model = model.eval()
         self.model.set_attn_implementation(ATTENTION)
+        self.facts = facts
+        self.layers = tuple(layers)
         self.decoder = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
-        self.embedding: nn.Module = model.get_input_embeddings()
-        self.layers = tuple(layers)
-        blocks: Any = self.decoder.layers
-        missing = [layer for layer in self.layers if not 0 <= layer < len(blocks)]
-        if missing:
-            raise UserError(f"the target has decoder layers 0..{len(blocks) - 1}, but the drafter reads layer "
-                            f"{missing[0]}: it was trained for another target.")
-        self._caught: dict[int, Tensor] = {}
-        self._hooks = [blocks[layer].register_forward_hook(self._catch(layer)) for layer in dict.fromkeys(self.layers)]
+        self._stack = ExitStack()
+        self._caught = self._stack.enter_context(residual_taps(model, facts, self.layers))
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.model.config.vocab_size)
+    def embedding(self) -> Tensor:
+        """[V, H], the input embedding, which the drafter shares."""
+        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight
 
     def close(self) -> None:
         """Remove the hooks from the model."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-
-    def _catch(self, layer: int) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._caught[layer] = output[0] if isinstance(output, tuple) else output
-        return hook
+        self._stack.close()
 
     @torch.inference_mode()
     def prefill(self, prompts: Sequence[Sequence[int]], capacity: int) -> Pass:
@@ -165,10 +162,9 @@ class CachedTarget:
         if max(lengths) > capacity:
             raise ValueError(f"a prompt of {max(lengths)} tokens does not fit a cache of {capacity}")
         window = self._window = _Window(rows=len(prompts), capacity=capacity, prefill=True)
-        layers = [_PositionLayer(window) for _ in range(len(self.decoder.layers))]  # type: ignore[arg-type]
+        layers = [_PositionLayer(window) for _ in range(self.facts.num_layers)]
         self._cache = Cache(layers=list(layers))
-        width = self.embedding.weight.shape[1] * len(self.layers)  # type: ignore[operator, union-attr]
-        states = torch.zeros(len(prompts), max(lengths), int(width), dtype=self.model.dtype)
+        states = torch.zeros(len(prompts), max(lengths), self.facts.hidden_size * len(self.layers), dtype=self.model.dtype)
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
         for rows in _by_length(lengths, PREFILL_TOKENS):
             longest = max(lengths[row] for row in rows)
@@ -242,10 +238,6 @@ def _refuse_unfaithful(model: PreTrainedModel) -> None:
                             "evaluate it in vLLM.")
 
 
-def load_target(folder: Path, dtype: str, layers: Sequence[int] = ()) -> CachedTarget:
+def load_target(folder: Path, dtype: str, layers: Sequence[int] = (), threads: int = 0) -> CachedTarget:
     """The model of a Hub-layout `folder` in `dtype` ("float32" | "bfloat16"), catching canonical `layers`."""
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is not a model folder: it has no config.json.")
-    model = AutoModelForCausalLM.from_pretrained(
-        str(folder), dtype=getattr(torch, dtype), attn_implementation=ATTENTION, local_files_only=True)
-    return CachedTarget(model, layers)
+    return CachedTarget(load_model(folder, dtype, threads), read_facts(folder), layers)
