@@ -1,0 +1,1 @@
+"""Checkpoints that serving engines load, and the way back from them."""
