@@ -1,0 +1,255 @@
+"""The `torchspec` command: run a recipe, look at the plan, look after the cache.
+
+`torchspec run configs/quickstart.yaml training.lr=5e-4` walks the stages in this terminal, without Prefect; the same stages
+run as a flow by `prefect deployment run train-drafter/quickstart`. A mistake in what was asked prints one sentence and exits
+with 2; a stage that fails exits with 1; an interrupted run exits with 130 and says how to go on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchspec_core import __version__
+from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
+from torchspec_core.errors import StageError, UserError
+from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_disk, estimate_bytes, open_store, plan, run_stage
+from torchspec_core.stages.spec import StageRef
+from torchspec_core.stages.store import StageStore
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def progress_line(event: Mapping[str, Any]) -> str:
+    """One readable line of a progress event: share done, rate, time left, and what the stage says."""
+    done, total, unit = event.get("done"), event.get("total"), event.get("unit", "")
+    parts = []
+    if done is not None and total:
+        parts.append(f"{100 * done / total:3.0f}%  {done:,.0f}/{total:,.0f} {unit}")
+    if event.get("rate"):
+        parts.append(f"{event['rate']:,.0f} {unit}/s")
+    if event.get("eta_s") is not None:
+        parts.append(f"{_duration(event['eta_s'])} left")
+    if event.get("message"):
+        parts.append(str(event["message"]))
+    return ", ".join(parts)
+
+
+class _Terminal:
+    """Shows progress in place on a terminal, or one line every ten seconds in a log."""
+
+    def __init__(self, stage: str) -> None:
+        self.stage = stage
+        self.live = sys.stdout.isatty()
+        self.last = 0.0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        now = time.monotonic()
+        if now - self.last < (0.2 if self.live else 10.0):
+            return
+        self.last = now
+        line = f"  {self.stage:<10}  {progress_line(event)}"
+        print(f"\r\x1b[2K{line[:150]}" if self.live else line, end="" if self.live else "\n", flush=True)
+
+    def finish(self, ref: StageRef) -> None:
+        if self.live:
+            print("\r\x1b[2K", end="")
+        state = "cached" if ref.cached else f"done in {_duration(ref.seconds)}"
+        print(f"  {self.stage:<10}  {state:<16} {ref.rows:>9,} rows  {_size(ref.bytes):>9}  {ref.key[:12]}", flush=True)
+
+
+def _load(args: argparse.Namespace) -> LoadedRecipe:
+    return load_recipe(Path(args.recipe), args.overrides)
+
+
+def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage]) -> None:
+    sizes = estimate_bytes(loaded.recipe, list(planned))
+    for entry in planned:
+        hit = "cached " if entry.lookup.hit else "to run"
+        size = f"  about {_size(sizes[entry.name])}" if entry.name in sizes else ""
+        print(f"  {entry.name:<10}  {hit}  {entry.spec.key[:12]}  {entry.lookup.reason}{size}")
+
+
+def _run(args: argparse.Namespace) -> int:
+    loaded = _load(args)
+    store = open_store(loaded.recipe)
+    names = list(STAGE_NAMES)
+    for name in [*args.refresh, *([args.until] if args.until else [])]:
+        if name not in names:
+            raise UserError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
+    planned = plan(loaded.recipe, store)
+    if args.dry_run:
+        _show_plan(loaded, planned)
+        return 0
+    check_disk(loaded.recipe, planned, store)
+    started = time.monotonic()
+    print(f"{args.recipe}: {len(names)} stages, results in {store.root}", flush=True)
+    ref = None
+    for name in names[: names.index(args.until) + 1] if args.until else names:
+        terminal = _Terminal(name)
+        ref = run_stage(name, loaded.recipe, store, on_progress=terminal, refresh=name in args.refresh)
+        terminal.finish(ref)
+    print(f"finished in {_duration(time.monotonic() - started)}")
+    if ref is not None and ref.stage == "report":
+        print(Path(ref.path) / "report.html")
+    return 0
+
+
+def _config_show(args: argparse.Namespace) -> int:
+    print(render_recipe(_load(args)))
+    return 0
+
+
+def _cache_store(args: argparse.Namespace) -> StageStore:
+    return StageStore(args.store)
+
+
+def _cache_ls(args: argparse.Namespace) -> int:
+    for entry in _cache_store(args).ls():
+        state = "sealed" if entry.sealed else "unfinished"
+        print(f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {_size(entry.bytes):>9}  {entry.created}  {entry.path}")
+    return 0
+
+
+def _cache_explain(args: argparse.Namespace) -> int:
+    loaded = _load(args)
+    store = open_store(loaded.recipe)
+    planned = plan(loaded.recipe, store)
+    for entry in planned:
+        if args.stage is None or entry.name == args.stage:
+            print(f"{entry.name}: {store.explain(entry.spec, known=[other.spec for other in planned])}")
+    return 0
+
+
+def _cache_rm(args: argparse.Namespace) -> int:
+    removed = _cache_store(args).rm(args.stage, args.key)
+    print(f"removed {removed.path} ({_size(removed.bytes)})")
+    return 0
+
+
+def _cache_gc(args: argparse.Namespace) -> int:
+    doomed = _cache_store(args).gc(keep=args.keep, dry_run=not args.delete)
+    for entry in doomed:
+        print(f"{entry.stage:<10}  {entry.key[:12]}  {_size(entry.bytes):>9}  {entry.path}")
+    verb = "removed" if args.delete else "would remove (add --delete to do it)"
+    print(f"{verb}: {len(doomed)} folders, {_size(sum(entry.bytes for entry in doomed))}")
+    return 0
+
+
+def _cache_adopt(args: argparse.Namespace) -> int:
+    loaded = _load(args)
+    store = open_store(loaded.recipe)
+    entry = next((e for e in plan(loaded.recipe, store) if e.name == args.stage), None)
+    if entry is None:
+        raise UserError(f"there is no stage {args.stage!r}; the stages are {', '.join(STAGE_NAMES)}")
+    print(store.adopt(Path(args.folder), entry.spec).path)
+    return 0
+
+
+def _cache_verify(args: argparse.Namespace) -> int:
+    problems = _cache_store(args).verify()
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} problems" if problems else "every sealed file has its recorded size and digest")
+    return 1 if problems else 0
+
+
+def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="a recipe file, such as configs/quickstart.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="torchspec", description="Train drafters for speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"torchspec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    run = commands.add_parser("run", help="run a recipe's stages here, without Prefect")
+    _recipe_arguments(run)
+    run.add_argument("--dry-run", action="store_true", help="show keys, hits and sizes; run nothing")
+    run.add_argument("--refresh", action="append", default=[], metavar="STAGE", help="run this stage again")
+    run.add_argument("--until", metavar="STAGE", help="stop after this stage")
+    run.set_defaults(handler=_run)
+
+    config = commands.add_parser("config", help="look at a recipe").add_subparsers(dest="action", required=True, metavar="ACTION")
+    show = config.add_parser("show", help="the resolved recipe, with the source of each key")
+    _recipe_arguments(show)
+    show.set_defaults(handler=_config_show)
+
+    cache = commands.add_parser("cache", help="look after the stage store").add_subparsers(
+        dest="action", required=True, metavar="ACTION")
+
+    def add(name: str, text: str, handler: Callable[[argparse.Namespace], int], store: bool) -> argparse.ArgumentParser:
+        sub = cache.add_parser(name, help=text)
+        if store:
+            sub.add_argument("--store", default=".torchspec/store", help="the store's folder (run.store of the recipe)")
+        sub.set_defaults(handler=handler)
+        return sub
+
+    add("ls", "every stage folder with its size", _cache_ls, store=True)
+    explain = add("explain", "why each stage is, or is not, cached under a recipe", _cache_explain, store=False)
+    explain.add_argument("--stage", help="only this stage")
+    _recipe_arguments(explain)
+    remove = add("rm", "remove one stage folder", _cache_rm, store=True)
+    remove.add_argument("stage")
+    remove.add_argument("key", help="the key, or its first characters")
+    collect = add("gc", "remove what the newest reports do not reach", _cache_gc, store=True)
+    collect.add_argument("--keep", type=int, default=3, help="newest runs to keep (default 3)")
+    collect.add_argument("--delete", action="store_true", help="remove; without it, only list")
+    adopt = add("adopt", "take a folder made elsewhere as a stage's output", _cache_adopt, store=False)
+    adopt.add_argument("stage")
+    adopt.add_argument("folder")
+    _recipe_arguments(adopt)
+    add("verify", "read every sealed file and compare its digest", _cache_verify, store=True)
+
+    doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
+    doctor.set_defaults(handler=_doctor)
+    return parser
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from torchspec_core.doctor import check
+
+    rows = check()
+    for row in rows:
+        print(f"  {'ok ' if row.ok else 'MISSING' if row.needed else 'absent '}  {row.name:<22} {row.detail}")
+        if not row.ok:
+            print(f"           {row.remedy}")
+    return 0 if all(row.ok or not row.needed for row in rows) else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse stops collecting overrides at the first option, but people write them on either side of it
+    if rest and ("overrides" not in args or any(item.startswith("-") or "=" not in item for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    try:
+        return int(args.handler(args))
+    except UserError as error:
+        print(f"torchspec: {error}", file=sys.stderr)
+        return 2
+    except StageError as error:
+        print(f"torchspec: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ntorchspec: interrupted; run the same command again and it goes on where it stopped", file=sys.stderr)
+        return 130

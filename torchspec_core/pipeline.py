@@ -1,0 +1,272 @@
+"""The pipeline: the list of stages, what each one's key is made of, and how one of them is run.
+
+Every key is a pure function of the recipe and of the digests of the files that sources read, so the whole plan (keys,
+hits, reasons) is known before anything runs. A stage's body lives in its own room and runs in a supervised child.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchspec_core.config.fields import identity_of, runtime_of
+from torchspec_core.config.schema import Recipe, Section
+from torchspec_core.errors import UserError
+from torchspec_core.stages.run import run_stage as run_stage_child
+from torchspec_core.stages.spec import StageRef, StageSpec
+from torchspec_core.stages.store import Lookup, StageStore
+
+Fields = Mapping[str, tuple[str, ...] | None]
+"""Recipe section -> the fields a stage reads; None = all of the section's."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage: where its body is, what it reads, and a readable name for its folder."""
+
+    name: str
+    version: int
+    function: str
+    inputs: tuple[str, ...]
+    reads: Fields
+    files: Callable[[Recipe], Mapping[str, str]]
+    slug: Callable[[Recipe], str]
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """A stage under one recipe: its spec, and whether the store already holds it."""
+
+    stage: Stage
+    spec: StageSpec
+    params: Mapping[str, Any]
+    runtime: Mapping[str, Any]
+    lookup: Lookup
+
+    @property
+    def name(self) -> str:
+        """The stage's name."""
+        return self.stage.name
+
+
+def _no_files(recipe: Recipe) -> Mapping[str, str]:
+    return {}
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(path: str, size: int, mtime_ns: int) -> str:
+    import hashlib
+
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        while chunk := file.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_of_file(path: Path) -> str:
+    """Blake2b-128 of a file's bytes, remembered while its size and modification time stay the same."""
+    try:
+        stat = path.stat()
+        return _digest(str(path), stat.st_size, stat.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}; check the path in the recipe") from error
+
+
+def _target_files(recipe: Recipe) -> Mapping[str, str]:
+    from torchspec_core.targets.source import source_files
+
+    return {name: digest_of_file(path) for name, path in source_files(recipe.target).items()}
+
+
+def _source_files(names: Mapping[str, str | None], benchmarks: bool) -> Mapping[str, str]:
+    from torchspec_core.data.packages import BENCHMARK_FILES, SOURCE_FILES, ship
+
+    files: dict[str, str] = {}
+    for name, path in names.items():
+        if path is not None:
+            files[f"{name}:{Path(path).name}"] = digest_of_file(Path(path))
+        else:
+            for file in SOURCE_FILES[name]:
+                files[f"{file.dist}/{file.path}"] = digest_of_file(ship(file.dist, file.path))
+    if benchmarks:
+        for file in BENCHMARK_FILES:
+            files[f"{file.dist}/{file.path}"] = digest_of_file(ship(file.dist, file.path))
+    return files
+
+
+def _prompt_files(recipe: Recipe) -> Mapping[str, str]:
+    return _source_files({source.name: source.path for source in recipe.data.prompts}, benchmarks=True)
+
+
+def _conversation_files(recipe: Recipe) -> Mapping[str, str]:
+    return _source_files({source.name: source.path for source in recipe.data.conversations}, benchmarks=False)
+
+
+def _vocabulary_files(recipe: Recipe) -> Mapping[str, str]:
+    return _source_files({"sharegpt": None} if recipe.data.vocabulary_rows else {}, benchmarks=False)
+
+
+def _target_slug(recipe: Recipe) -> str:
+    return recipe.target.source.split("@")[0].rstrip("/").split("/")[-1].split(":")[-1]
+
+
+STAGES: tuple[Stage, ...] = (
+    Stage(
+        "target", 1, "torchspec_core.targets.source:build", (),
+        {"target": None, "run": ("threads",)}, _target_files, _target_slug,
+    ),
+    Stage(
+        "prompts", 1, "torchspec_core.data.prompts:build", ("target",),
+        {"data": ("prompts", "max_prompt_tokens", "heldout", "max_rejected"), "run": ("seed",)}, _prompt_files,
+        lambda r: "-".join(f"{s.name}{s.rows}" for s in r.data.prompts),
+    ),
+    Stage(
+        "answers", 1, "torchspec_core.targets.answers:build", ("target", "prompts"),
+        {"answers": None, "run": ("seed", "threads")}, _no_files,
+        lambda r: f"{_target_slug(r)}-t{r.answers.temperature:g}-{r.answers.max_new_tokens}tok",
+    ),
+    Stage(
+        "tokens", 1, "torchspec_core.data.tokens:build", ("target", "prompts", "answers"),
+        {"data": ("conversations", "max_length", "min_supervised", "supervise", "max_rejected", "shard_rows", "workers",
+                  "scheduler"), "run": ("seed",)},
+        _conversation_files, lambda r: f"{_target_slug(r)}-len{r.data.max_length}",
+    ),
+    Stage(
+        "vocabulary", 1, "torchspec_core.data.vocabulary:build", ("target", "prompts", "tokens"),
+        {"drafter": ("draft_vocab_size",), "data": ("vocabulary_rows",)}, _vocabulary_files,
+        lambda r: f"top{r.drafter.draft_vocab_size}",
+    ),
+    Stage(
+        "states", 1, "torchspec_core.capture.states:build", ("target", "tokens"),
+        {"capture": None, "store": None, "run": ("threads",)}, _no_files,
+        lambda r: f"{_target_slug(r)}-{r.capture.dtype}",
+    ),
+    Stage(
+        "drafter", 1, "torchspec_core.training.stage:build", ("target", "tokens", "vocabulary", "states"),
+        {"drafter": None, "training": None, "store": None, "run": ("seed", "threads")}, _no_files,
+        lambda r: f"{r.drafter.kind}-{r.drafter.attention}-{r.training.optimizer}-lr{r.training.lr:g}",
+    ),
+    Stage(
+        "export", 1, "torchspec_core.export.checkpoint:build", ("target", "vocabulary", "drafter"),
+        {}, _no_files, lambda r: f"{_target_slug(r)}-{r.drafter.kind}",
+    ),
+    Stage(
+        "evaluation", 1, "torchspec_core.evaluation.acceptance:build", ("target", "prompts", "tokens", "export"),
+        {"evaluation": None, "serving": None, "run": ("seed", "threads")}, _no_files,
+        lambda r: f"k{r.evaluation.k}-{r.evaluation.prompts}prompts",
+    ),
+    Stage(
+        "report", 1, "torchspec_core.report.build:build",
+        ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation"),
+        {"run": ("name",), "evaluation": None, "serving": None, "answers": None, "training": None, "drafter": None}, _no_files,
+        lambda r: f"{_target_slug(r)}-{r.drafter.kind}",
+    ),
+)
+"""Every stage, in the order it runs."""
+
+STAGE_NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)
+
+
+def _select(recipe: Recipe, reads: Fields, part: Callable[[Section], Mapping[str, Any]]) -> dict[str, Any]:
+    selected: dict[str, Any] = {}
+    for section, fields in reads.items():
+        values = part(getattr(recipe, section))
+        chosen = {name: value for name, value in values.items() if fields is None or name in fields}
+        if chosen:
+            selected[section] = chosen
+    return selected
+
+
+def open_store(recipe: Recipe) -> StageStore:
+    """The stage store that the recipe names."""
+    return StageStore(recipe.run.store)
+
+
+def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
+    """Every stage of `recipe` with its key and whether it is a hit; raises `UserError` where a source is missing."""
+    keys: dict[str, str] = {}
+    planned = []
+    for stage in STAGES:
+        params = _select(recipe, stage.reads, identity_of)
+        spec = StageSpec(
+            stage=stage.name, version=stage.version, slug=stage.slug(recipe), identity=params,
+            files=dict(stage.files(recipe)), inputs={name: keys[name] for name in stage.inputs},
+        )
+        keys[stage.name] = spec.key
+        planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), store.lookup(spec)))
+    return planned
+
+
+def run_stage(
+    name: str,
+    recipe: Recipe,
+    store: StageStore,
+    on_progress: Callable[[Mapping[str, Any]], None] | None = None,
+    refresh: bool = False,
+) -> StageRef:
+    """Run one stage (or find it in the store) and return its reference.
+
+    Raises `UserError` when an input stage is not in the store, and `StageError` when the stage's process fails.
+    """
+    entries = {entry.name: entry for entry in plan(recipe, store)}
+    if name not in entries:
+        raise UserError(f"there is no stage {name!r}; the stages are {', '.join(STAGE_NAMES)}")
+    entry = entries[name]
+    inputs: dict[str, Path] = {}
+    for needed in entry.stage.inputs:
+        found = entries[needed].lookup
+        if not found.hit or found.ref is None:
+            raise UserError(f"stage {name} needs stage {needed}, which is not in {store.root} ({found.reason}); run it first")
+        inputs[needed] = Path(found.ref.path)
+    return run_stage_child(
+        store, entry.spec, entry.stage.function, inputs, entry.params, entry.runtime,
+        on_progress=on_progress, refresh=refresh,
+    )
+
+
+PACKAGE_WIDTHS = {"package:smollm2-135m-instruct": 576, "random:tiny-llama": 128}
+
+
+def _hidden_size(recipe: Recipe, planned: list[PlannedStage]) -> int | None:
+    target = planned[0].lookup
+    folder = Path(target.ref.path) if target.hit and target.ref else Path(recipe.target.source)
+    config = folder / "config.json"
+    if config.is_file():
+        return int(json.loads(config.read_text()).get("hidden_size") or 0) or None
+    return PACKAGE_WIDTHS.get(recipe.target.source)
+
+
+def estimate_bytes(recipe: Recipe, planned: list[PlannedStage]) -> dict[str, int]:
+    """Upper estimate of the bytes that each missing stage will write.
+
+    Hidden states dominate: tokens x (auxiliary layers + 1) x width x bytes of a value.
+    """
+    width = _hidden_size(recipe, planned)
+    if width is None:
+        return {}
+    answered = sum(s.rows for s in recipe.data.prompts) * (recipe.data.max_prompt_tokens + 32 + recipe.answers.max_new_tokens)
+    whole = sum(s.rows for s in recipe.data.conversations) * recipe.data.max_length
+    layers = 1 + (len(recipe.capture.layers) if recipe.capture.layers else 3)
+    value = 2 if recipe.capture.dtype == "bfloat16" else 4
+    sizes = {"states": (answered + whole) * layers * width * value, "tokens": (answered + whole) * 6}
+    return {entry.name: sizes[entry.name] for entry in planned if entry.name in sizes and not entry.lookup.hit}
+
+
+def check_disk(recipe: Recipe, planned: list[PlannedStage], store: StageStore) -> None:
+    """Refuse a run whose missing stages would not fit on the disk."""
+    need = sum(estimate_bytes(recipe, planned).values())
+    root = Path(store.root)
+    while not root.exists():
+        root = root.parent
+    free = shutil.disk_usage(root).free
+    if need > free:
+        raise UserError(
+            f"the run needs about {need / 1e9:.1f} GB in {store.root} but {free / 1e9:.1f} GB are free; "
+            "free some space, set run.store to a larger disk, or lower data.prompts rows"
+        )
