@@ -1,7 +1,7 @@
 """Running the shards of a stage: in this process, on a local Dask cluster, or on one that is already up.
 
-Dask is imported here only, inside the function that uses it: the rest of the library works without it. The cluster starts
-before any data is read by a worker; a worker that dies has its shard given to another one.
+Dask is imported here only, inside the function that uses it: the rest of the library works without it. The cluster
+starts before any data is read by a worker; a worker that dies has its shard given to another one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("torchspec.data")
 
 # Each worker encodes on one core: the parallelism is in the workers.
 WORKER_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-# Futures in flight a worker: enough to keep it busy, few enough that the scheduler stays small for any number of shards.
+# Futures in flight a worker: enough to keep it busy, few enough that the scheduler stays small with many shards.
 IN_FLIGHT = 4
 RETRIES = 2
 
@@ -37,7 +37,9 @@ def _client(workers: int, scheduler: str | None, job: Job) -> Iterator[Any]:
         try:
             client = Client(scheduler, timeout="10s")
         except (OSError, ValueError) as error:
-            raise UserError(f"no Dask scheduler answers at data.scheduler={scheduler} ({error}): start it or leave it out") from error
+            raise UserError(
+                f"no Dask scheduler answers at data.scheduler={scheduler} ({error}): start it or leave it out"
+            ) from error
         with client:
             yield client
         return
@@ -92,7 +94,7 @@ def run_shards(
 ) -> None:
     """Run `function` on every task and report progress; `total` counts the shards of earlier attempts too.
 
-    workers: processes of a local cluster, 0 = in this process. scheduler: address of a running one, which is used instead.
+    workers: processes of a local cluster, 0 = in this process. scheduler: address of a running cluster to use instead.
     """
     done = total - len(tasks)
     tokens = 0

@@ -24,7 +24,7 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a file: its 1-based number, its byte range, its value; `key` is its name in an object of records."""
+    """One record of a file: its 1-based number, byte range and value; `key` is its name in an object of records."""
 
     row: int
     start: int
@@ -70,7 +70,8 @@ class _Window:
     def skip(self, pattern: re.Pattern[str], at: int) -> int:
         """Position after `pattern` from `at`, reading on while the match reaches the end of the window."""
         while True:
-            end = pattern.match(self.text, at).end()  # type: ignore[union-attr] - every pattern matches the empty text
+            match = pattern.match(self.text, at)
+            end = match.end() if match else at
             if end < len(self.text) or not self.grow():
                 return end
 
@@ -123,7 +124,7 @@ def read_collection(path: Path) -> Iterator[Record | Broken]:
                     at = window.skip(re.compile(r"[\s:]*"), at)
                 value, end = window.decode(at)
             except ValueError as error:
-                # Neither layout can be picked up again after a broken record: there is no mark where the next one starts.
+                # Neither layout can be picked up again after a broken record: nothing marks where the next one starts.
                 yield Broken(row, f"the file is cut off or broken in this record, nothing after it was read: {error}")
                 return
             window.drop(at)

@@ -1,9 +1,9 @@
 """When two prompts say the same thing: exact equality after normalisation, and shared word shingles.
 
-Used to keep evaluation honest: nothing that is trained on may repeat, or nearly repeat, a prompt that is evaluated on.
-Two texts overlap when they share a run of 13 words (the rule of the GPT-3 paper, appendix C), or when at least half of the
-5-word shingles of the shorter one occur in the other. Texts of fewer than 7 words overlap only when they are equal: one
-common phrase ("write a blog post about") would be half of such a text.
+Used to keep evaluation honest: nothing that is trained on may repeat, or nearly repeat, a prompt that is evaluated
+on. Two texts overlap when they share a run of 13 words (the rule of the GPT-3 paper, appendix C), or when at least
+half of the 5-word shingles of the shorter one occur in the other. Texts of fewer than 7 words overlap only when they
+are equal: one common phrase ("write a blog post about") would be half of such a text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SHINGLE = 5
 MIN_SHINGLES = 3
 CONTAINMENT = 0.5
 # Chinese, Japanese and Korean are written without spaces, so each character counts as a word.
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]|[^\W_\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af]+")
+_CJK = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af"
+_WORD = re.compile(rf"[{_CJK}]|[^\W_{_CJK}]+")
 
 
 def words(text: str) -> list[str]:

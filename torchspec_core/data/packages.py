@@ -38,8 +38,9 @@ def ship(dist: str, path: str) -> Path:
 
 
 CHATTERBOT_TOPICS = (
-    "ai", "botprofile", "coding", "computers", "conversations", "emotion", "food", "gossip", "greetings", "health", "history",
-    "humor", "literature", "money", "movies", "politics", "psychology", "science", "sports", "tech_support", "trivia",
+    "ai", "botprofile", "coding", "computers", "conversations", "emotion", "food", "gossip", "greetings", "health",
+    "history", "humor", "literature", "money", "movies", "politics", "psychology", "science", "sports",
+    "tech_support", "trivia",
 )
 
 SOURCE_FILES: dict[str, tuple[PackageFile, ...]] = {

@@ -2,8 +2,9 @@
 
 The held-out prompts are drawn from all usable prompts of a source by a seeded hash of their text, whatever number of
 training prompts is asked for; so raising `rows` never moves a prompt from training to held-out or back. The rest is
-taken in file order. Prompts that repeat, or nearly repeat, a benchmark prompt or a held-out one are left out and counted.
-A source is read twice, streaming: once to draw the held-out prompts, once to take the training ones until there are enough.
+taken in file order. Prompts that repeat, or nearly repeat, a benchmark prompt or a held-out one are left out and
+counted. A source is read twice, streaming: once to draw the held-out prompts, once to take the training ones until
+there are enough.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def prompt_of(conversation: Conversation) -> str:
 
 
 def heldout_quotas(sources: Sequence[Source], heldout: int) -> list[int]:
-    """How many held-out prompts each source gives: in proportion to its rows, the remainder to the largest fractions."""
+    """How many held-out prompts each source gives: in proportion to its rows, the rest to the largest fractions."""
     total = sum(source.rows for source in sources)
     exact = [heldout * source.rows / total for source in sources]
     quotas = [int(share) for share in exact]
@@ -205,8 +206,9 @@ def build(job: Job) -> None:
             job.progress.update(len(train), wanted, unit="prompts", message=f"taken from {source.label}")
     if not train or len(heldout) < data["heldout"]:
         raise UserError(
-            f"data.prompts gives {len(heldout)} held-out and {len(train)} training prompts, but data.heldout={data['heldout']} "
-            "and at least one training prompt are needed: lower data.heldout or raise the rows of a source"
+            f"data.prompts gives {len(heldout)} held-out and {len(train)} training prompts, but "
+            f"data.heldout={data['heldout']} and at least one training prompt are needed: lower data.heldout or raise "
+            "the rows of a source"
         )
 
     bad = [r for r in left_out if r.kind == "rejected"]
@@ -216,19 +218,20 @@ def build(job: Job) -> None:
     sets = {"train": [_prompt_row(c) for c in train], "heldout": [_prompt_row(c) for c in heldout], **benchmarks}
     for name, rows in sets.items():
         _write(job, f"{name}.jsonl", (json.dumps(r, ensure_ascii=False) for r in rows))
+    filtered = Counter(r.reason for r in left_out if r.kind == "filtered")
     counts = {
         "rows": {name: len(rows) for name, rows in sets.items()},
         "read": len(train) + len(left_out),
         "taken": dict(Counter(c.source for c in train)),
         "heldout": dict(Counter(c.source for c in heldout)),
         "rejected": dict(Counter(r.reason for r in bad).most_common()),
-        "filtered": dict(Counter(r.reason for r in left_out if r.kind == "filtered").most_common()),
+        "filtered": dict(filtered.most_common()),
     }
     _write(job, "counts.json", [json.dumps(counts, indent=1)])
-    contaminated = sum(n for reason, n in counts["filtered"].items() if "match of" in reason)
+    contaminated = sum(n for reason, n in filtered.items() if "match of" in reason)
     job.workspace.record(
         rows=len(train), heldout=len(heldout), mtbench=len(benchmarks["mtbench"]), gsm8k=len(benchmarks["gsm8k"]),
-        read=counts["read"], rejected=len(bad), filtered=len(left_out) - len(bad),
-        duplicates=counts["filtered"].get("duplicate", 0), contaminated=contaminated,
+        read=len(train) + len(left_out), rejected=len(bad), filtered=len(left_out) - len(bad),
+        duplicates=filtered["duplicate"], contaminated=contaminated,
     )
     log.info("prompts: %d to train on, %d held out, %d rows left out", len(train), len(heldout), len(left_out))

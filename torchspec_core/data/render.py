@@ -1,15 +1,17 @@
 """Conversations to token ids and a loss mask, by the target tokenizer's own chat template.
 
-One mask rule: supervised tokens are those that the model itself would have emitted, the end-of-turn token included; never
-text that the template inserts (headers, generation prompt, an empty think block, the newline after the end of turn).
+One mask rule: supervised tokens are those that the model itself would have emitted, the end-of-turn token included;
+never text that the template inserts (headers, generation prompt, an empty think block, the newline after the end of
+turn).
 
-How: the whole conversation is rendered once. For each supervised assistant turn the messages before it are rendered with
-the generation prompt, which is exactly what a server would have put before the model; that text must be a prefix of the
-whole (a template for which it is not cannot be supervised at that turn: `UserError`). The turn's content follows it, then
-the end-of-turn token. The text is cut at these places and each piece is encoded by itself, as a server encodes the prompt
-by itself, so a token never straddles the border and the mask is the pieces' token counts.
+How: the whole conversation is rendered once. For each supervised assistant turn the messages before it are rendered
+with the generation prompt, which is exactly what a server would have put before the model; that text must be a prefix
+of the whole (a template for which it is not cannot be supervised at that turn: `UserError`). The turn's content
+follows it, then the end-of-turn token. The text is cut at these places and each piece is encoded by itself, as a
+server encodes the prompt by itself, so a token never straddles the border and the mask is the pieces' token counts.
 
-Special-token text inside a message ("<|im_end|>" typed by a user) is broken up before encoding, so that it stays text.
+Special-token text inside a message ("<|im_end|>" typed by a user) is broken up before encoding, so that it stays
+text.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    # The same dialect as `transformers` gives to templates, but without `strftime_now`: a rendered sample must not depend
-    # on the day it was made, and templates fall back to a fixed date.
+    # The same dialect as `transformers` gives to templates, but without `strftime_now`: a rendered sample must not
+    # depend on the day it was made, and templates fall back to a fixed date.
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], keep_trailing_newline=False
     )
@@ -90,7 +92,9 @@ def _token_text(value: Any) -> str | None:
 class Renderer:
     """The chat template and tokenizer of one target folder."""
 
-    def __init__(self, tokenizer: Tokenizer, template: str, name: str, eos_ids: Sequence[int], variables: dict[str, Any]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, template: str, name: str, eos_ids: Sequence[int], variables: dict[str, Any]
+    ) -> None:
         """`name` is how errors call the template; `variables` are the template's own (`bos_token`, ...)."""
         self.tokenizer = tokenizer
         self.name = name
@@ -107,8 +111,8 @@ class Renderer:
         ids = [*self._ids("a:"), *self._ids("b")]
         if self.decode(ids) != "a:b":
             raise UserError(
-                f"the tokenizer of {self.name} adds text at the start of every input, which the loss mask cannot follow; "
-                "use a target with a byte-level tokenizer"
+                f"the tokenizer of {self.name} adds text at the start of every input, which the loss mask cannot "
+                "follow; use a target with a byte-level tokenizer"
             )
 
     def _ids(self, text: str) -> list[int]:
@@ -119,7 +123,7 @@ class Renderer:
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def text(self, messages: Sequence[Message], generate: bool = False) -> str:
-        """The template's text of `messages`; `generate` appends the generation prompt. Raises `BadRow` if it refuses."""
+        """The template's text of `messages`; `generate` adds the generation prompt. Raises `BadRow` if it refuses."""
         try:
             return self.template.render(
                 messages=[m._asdict() for m in messages], add_generation_prompt=generate, **self.variables
@@ -223,7 +227,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The ids that end a turn: what `facts.json` says, else the generation config's and the tokenizer's own."""
-    ids = _read(folder / "facts.json").get("eos_token_ids") or _read(folder / "generation_config.json").get("eos_token_id")
+    facts, generation = _read(folder / "facts.json"), _read(folder / "generation_config.json")
+    ids = facts.get("eos_token_ids") or generation.get("eos_token_id")
     listed = list(ids) if isinstance(ids, list) else [ids] if isinstance(ids, int) else []
     own = _token_text(_read(folder / "tokenizer_config.json").get("eos_token"))
     if own is not None and tokenizer.token_to_id(own) is not None:
@@ -237,7 +242,9 @@ def _template_of(folder: Path, config: dict[str, Any]) -> str:
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     if not isinstance(template, str):
-        raise UserError(f"the tokenizer in {folder} has no chat template: use an instruct model, or add chat_template.jinja")
+        raise UserError(
+            f"the tokenizer in {folder} has no chat template: use an instruct model, or add chat_template.jinja"
+        )
     return template
 
 

@@ -1,7 +1,7 @@
 """Loss masks as run lengths: `[zeros, ones, zeros, ...]`.
 
-A conversation of a few hundred tokens has a handful of runs, so the mask costs a few integers instead of a value a token.
-The first run counts zeros and may be 0; the others are positive; they add up to the number of tokens.
+A conversation of a few hundred tokens has a handful of runs, so the mask costs a few integers instead of a value a
+token. The first run counts zeros and may be 0; the others are positive; they add up to the number of tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One token shard: rows of a file in, one Arrow file out. This is what a worker runs.
 
 A worker is told where its rows are (a file and byte ranges), reads them itself, encodes them in one call to the fast
-tokenizer and writes its own shard through the workspace; neither input nor output crosses a pipe. What was left out and
-the counts travel inside the shard (schema metadata), so a resumed run knows them without having done the work.
+tokenizer and writes its own shard through the workspace; neither input nor output crosses a pipe. What was left out
+and the counts travel inside the shard (schema metadata), so a resumed run knows them without having done the work.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pyarrow as pa
 from torchspec_core.data import runs
 from torchspec_core.data.jsonstream import read_range
 from torchspec_core.data.render import Policy, Rendered, Renderer, load_renderer
-from torchspec_core.data.sources import FORMATS, BadRow, Message, Rejected, content_id
+from torchspec_core.data.sources import FORMATS, BadRow, Kind, Message, Rejected, content_id
 from torchspec_core.data.tokenset import shard_name
 from torchspec_core.stages.workspace import Workspace
 
@@ -29,6 +29,7 @@ SCHEMA = pa.schema([
     ("length", pa.int32()), ("supervised", pa.int32()), ("domain", pa.string()), ("source", pa.string()),
 ])
 ANSWERS = "answers"
+ALL_SUPERVISED = "every token is supervised"
 METADATA_KEY = b"torchspec"
 
 
@@ -165,7 +166,7 @@ def _fit(sample: Sample, task: ShardTask) -> tuple[Rendered, str | None]:
     """The sample cut on the right to `max_length`, and why it is left out, if it is."""
     whole = sample.rendered
     if len(whole.input_ids) == runs.supervised(whole.runs):
-        return whole, "every token is supervised"
+        return whole, ALL_SUPERVISED
     cut = Rendered(whole.input_ids[: task.max_length], runs.truncate(whole.runs, task.max_length))
     if runs.supervised(whole.runs) < task.min_supervised:
         return cut, f"fewer than {task.min_supervised} supervised tokens"
@@ -201,7 +202,7 @@ def tokenize(task: ShardTask) -> tuple[list[Sample], ShardCounts]:
     for sample, row in _samples(task, counts):
         rendered, refused = _fit(sample, task)
         if refused:
-            kind = "rejected" if refused.startswith("every") else "filtered"
+            kind: Kind = "rejected" if refused == ALL_SUPERVISED else "filtered"
             counts.left_out.append(Rejected(sample.source, row, refused, kind))
             continue
         kept.append(Sample(sample.sample_id, rendered, sample.domain, sample.source))

@@ -1,8 +1,8 @@
 """Streaming readers of conversations: the packages of `packages.py` and a user's own JSON lines.
 
-A reader yields, in file order, a `Conversation` for each row that can be used and a `Rejected` for each that cannot. Rows
-of a fixed package that are merely of another shape (a dialogue that starts in the middle) are `filtered`: known, counted,
-harmless. Rows of a user's file that break the format are `rejected`: a few are tolerated, many stop the run.
+A reader yields, in file order, a `Conversation` for each row that can be used and a `Rejected` for each that cannot.
+Rows of a fixed package that are merely of another shape (a dialogue that starts in the middle) are `filtered`: known,
+counted, harmless. Rows of a user's file that break the format are `rejected`: a few are tolerated, many stop the run.
 `sample_id` is a hash of the messages alone, so equal conversations have equal ids wherever they come from.
 """
 
@@ -33,7 +33,7 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class Conversation:
-    """A usable conversation; [start, end) is its byte range in the source's file (0, 0 when it cannot be re-read so)."""
+    """A usable conversation; [start, end) is its byte range in the source's file (0, 0 in the chatterbot corpus)."""
 
     sample_id: str
     messages: tuple[Message, ...]

@@ -1,9 +1,9 @@
 """The tokens stage: answers and conversations to Arrow shards of token ids and loss masks, in parallel on Dask.
 
-The parent plans: it cuts the rows of every input file, in order, into shards of `data.shard_rows` rows, as byte ranges.
-Which worker writes which shard, and when, changes nothing in the bytes. Sealed shards are skipped, so a killed run
-continues. At the end the parent reads the shards' small columns and writes the index; a sample that occurs twice is kept
-once. Conversations that repeat a held-out or benchmark prompt never enter the plan.
+The parent plans: it cuts the rows of every input file, in order, into shards of `data.shard_rows` rows, as byte
+ranges. Which worker writes which shard, and when, changes nothing in the bytes. Sealed shards are skipped, so a
+killed run continues. At the end the parent reads the shards' small columns and writes the index; a sample that occurs
+twice is kept once. Conversations that repeat a held-out or benchmark prompt never enter the plan.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torchspec_core.data.shards import ANSWERS, Rows, ShardCounts, ShardTask, re
 from torchspec_core.data.sources import Rejected, read_conversations, source_label, source_path
 from torchspec_core.data.tokenset import INDEX_FILE, INDEX_SCHEMA, TokenRow, TokenSet
 from torchspec_core.errors import UserError
+from torchspec_core.targets.facts import read_json
 
 if TYPE_CHECKING:
     from torchspec_core.stages.job import Job
@@ -35,6 +36,7 @@ __all__ = ["TokenRow", "TokenSet", "build"]
 log = logging.getLogger("torchspec.data")
 
 Span = tuple[int, int, int]
+DUPLICATE = "duplicate sample"
 
 
 def _line_spans(path: Path) -> Iterator[Span]:
@@ -84,13 +86,6 @@ def _grouped(rows: list[tuple[str, str, Path, Span]]) -> tuple[Rows, ...]:
     return tuple(Rows(name, label, path, tuple(r[3] for r in group)) for (name, label, path), group in groups)
 
 
-def _vocab_size(target: Path) -> int:
-    for name in ("facts.json", "config.json"):
-        if (target / name).is_file():
-            return int(json.loads((target / name).read_text("utf-8"))["vocab_size"])
-    raise UserError(f"{target} has neither facts.json nor config.json: it is not a target folder")
-
-
 def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
     """The shards to write, and the rows that were passed over while planning."""
     data = job.params["data"]
@@ -100,7 +95,7 @@ def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
         evaluated = evaluation_prompts(Path(job.inputs["prompts"]))
         rows += [_conversation_rows(source, evaluated, left_out) for source in data["conversations"]]
     target = Path(job.inputs["target"])
-    vocab_size = _vocab_size(target)
+    vocab_size = int(read_json(target / "config.json")["vocab_size"])
     chained = itertools.chain.from_iterable(rows)
     tasks: list[ShardTask] = []
     while batch := list(itertools.islice(chained, data["shard_rows"])):
@@ -110,8 +105,20 @@ def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
             workspace=job.workspace,
         ))
     if not tasks:
-        raise UserError(f"{job.inputs['answers']} holds no answers and data.conversations gives no rows: there is nothing to train on")
+        raise UserError(
+            f"{job.inputs['answers']} holds no answers and data.conversations gives no rows: nothing to train on"
+        )
     return tasks, left_out
+
+
+def _uncount(total: ShardCounts, sample: dict[str, Any], where: str) -> None:
+    """Take a repeated sample out of the counts; it stays in its shard, but the index does not name it."""
+    key = f"{sample['domain']}/{sample['source']}"
+    total.rows -= 1
+    total.samples[key] -= 1
+    total.tokens[key] -= sample["length"]
+    total.supervised[key] -= sample["supervised"]
+    total.left_out.append(Rejected(sample["source"], 0, f"{DUPLICATE}: {where}", "filtered"))
 
 
 def _index(job: Job, tasks: list[ShardTask], total: ShardCounts) -> pa.Table:
@@ -122,17 +129,12 @@ def _index(job: Job, tasks: list[ShardTask], total: ShardCounts) -> pa.Table:
         table, counts = read_index(job.workspace.path / task.file)
         total.add(counts)
         kept = []
-        for row, (sample_id, domain, source) in enumerate(zip(*(table[c].to_pylist() for c in ("sample_id", "domain", "source")), strict=True)):
-            if sample_id not in seen:
+        for row, sample_id in enumerate(table["sample_id"].to_pylist()):
+            if sample_id in seen:
+                _uncount(total, table.slice(row, 1).to_pylist()[0], f"row {row} of {task.file}")
+            else:
                 seen.add(sample_id)
                 kept.append(row)
-                continue
-            key = f"{domain}/{source}"
-            total.rows -= 1
-            total.samples[key] -= 1
-            total.tokens[key] -= table["length"][row].as_py()
-            total.supervised[key] -= table["supervised"][row].as_py()
-            total.left_out.append(Rejected(source, row + 1, f"duplicate in shard {task.number}", "filtered"))
         small = table.take(pa.array(kept, pa.int64()))
         rows = pa.array(np.array(kept, dtype=np.int32))
         shard = pa.array(np.full(len(kept), task.number, dtype=np.int32))
@@ -144,7 +146,7 @@ def _index(job: Job, tasks: list[ShardTask], total: ShardCounts) -> pa.Table:
 def _write_index(job: Job, index: pa.Table) -> None:
     if job.workspace.done(INDEX_FILE):
         return
-    with job.workspace.shard(INDEX_FILE) as path, pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, index.schema) as out:
+    with job.workspace.shard(INDEX_FILE) as path, pa.ipc.new_file(str(path), index.schema) as out:
         out.write_table(index)
 
 
@@ -154,12 +156,13 @@ def _write_text(job: Job, name: str, text: str) -> None:
 
 
 def _reasons(left_out: list[Rejected], kind: str) -> dict[str, int]:
-    # The number of the shard or the row is in `rejected.jsonl`; here alike reasons count together.
-    return dict(Counter(r.reason.split(" in shard ")[0] for r in left_out if r.kind == kind).most_common())
+    # Which row of which shard repeats a sample is in `rejected.jsonl`; here all repetitions count together.
+    reasons = (DUPLICATE if r.reason.startswith(DUPLICATE) else r.reason for r in left_out if r.kind == kind)
+    return dict(Counter(reasons).most_common())
 
 
 def build(job: Job) -> None:
-    """The tokens stage: reads `answers`, `target` (and `prompts` for whole conversations), writes shards and the index."""
+    """The tokens stage: reads `answers`, `target` (`prompts` for whole conversations), writes shards and the index."""
     runtime = job.runtime["data"]
     tasks, passed_over = plan(job)
     job.workspace.expect(len(tasks) + 3)
@@ -170,14 +173,17 @@ def build(job: Job) -> None:
     total = ShardCounts(rows_in=len(passed_over), left_out=list(passed_over))
     index = _index(job, tasks, total)
     _write_text(job, "rejected.jsonl", "".join(f"{r.to_json()}\n" for r in total.left_out))
-    rejected = _reasons(total.left_out, "rejected")
+    rejected, filtered = _reasons(total.left_out, "rejected"), _reasons(total.left_out, "filtered")
     where = str(job.workspace.path / "rejected.jsonl")
     check_rejected(sum(rejected.values()), total.rows_in, runtime["max_rejected"], where)
     if not total.supervised.total():
         raise UserError(f"no sample has a supervised token to train on: the reason of each row is in {where}")
+    sizes = {
+        "rows_in": total.rows_in, "rows": total.rows, "tokens": total.tokens.total(),
+        "supervised": total.supervised.total(), "truncated": total.truncated,
+    }
     counts = {
-        "rows_in": total.rows_in, "rows": total.rows, "tokens": total.tokens.total(), "supervised": total.supervised.total(),
-        "truncated": total.truncated, "rejected": rejected, "filtered": _reasons(total.left_out, "filtered"),
+        **sizes, "rejected": rejected, "filtered": filtered,
         "by_source": {
             key: {"rows": total.samples[key], "tokens": total.tokens[key], "supervised": total.supervised[key]}
             for key in sorted(total.samples)
@@ -186,6 +192,5 @@ def build(job: Job) -> None:
     _write_text(job, "counts.json", json.dumps(counts, indent=1) + "\n")
     _write_index(job, index)
     job.workspace.record(
-        rows=total.rows, rows_in=total.rows_in, tokens=counts["tokens"], supervised=counts["supervised"],
-        truncated=total.truncated, rejected=sum(rejected.values()), filtered=sum(counts["filtered"].values()), shards=len(tasks),
+        **sizes, rejected=sum(rejected.values()), filtered=sum(filtered.values()), shards=len(tasks),
     )

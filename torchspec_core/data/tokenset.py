@@ -1,7 +1,7 @@
 """`TokenSet`: the tokens of a sealed tokens stage, memory-mapped.
 
-Opening reads the index alone (24 bytes a sample); a sample is a view of its shard's pages, so any number of processes share
-one copy and a set larger than memory can be read in any order.
+Opening reads the index alone (24 bytes a sample); a sample is a view of its shard's pages, so any number of processes
+share one copy and a set larger than memory can be read in any order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torchspec_core.errors import UserError
 
 INDEX_FILE = "index.arrow"
 INDEX_SCHEMA = pa.schema([
-    ("sample_id", pa.string()), ("shard", pa.int32()), ("row", pa.int32()), ("length", pa.int32()), ("supervised", pa.int32()),
+    ("sample_id", pa.string()), ("shard", pa.int32()), ("row", pa.int32()),
+    ("length", pa.int32()), ("supervised", pa.int32()),
 ])
 
 
@@ -57,7 +58,7 @@ class TokenSet:
         self.folder = Path(folder)
         path = self.folder / INDEX_FILE
         if not path.is_file():
-            raise UserError(f"{self.folder} holds no {INDEX_FILE}: it is not a finished tokens stage, run that stage first")
+            raise UserError(f"{self.folder} holds no {INDEX_FILE}: it is not a finished tokens stage, run that first")
         with pa.memory_map(str(path)) as file:
             index = pa.ipc.open_file(file).read_all()
         self.sample_ids: list[str] = index["sample_id"].to_pylist()

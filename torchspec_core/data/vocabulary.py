@@ -1,9 +1,9 @@
 """The vocabulary stage: which target tokens the drafter can propose.
 
-A drafter with a small head is faster, but can never propose a token that its vocabulary lacks. The supervised tokens of a
-small run do not cover the tail of the distribution, so they are counted together with the answers of raw conversations:
-the on-policy counts are scaled to the raw total, so both weigh the same and the raw ones order what on-policy text
-lacks. Tokens that end a turn, and special tokens that occur in supervised text, are always in.
+A drafter with a small head is faster, but can never propose a token that its vocabulary lacks. The supervised tokens
+of a small run do not cover the tail of the distribution, so they are counted together with the answers of raw
+conversations: the on-policy counts are scaled to the raw total, so both weigh the same and the raw ones order what
+on-policy text lacks. Tokens that end a turn, and special tokens that occur in supervised text, are always in.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def choose(on_policy: Counts, raw: Counts, size: int, always: Iterable[int] = ()
 
 
 def maps(kept: Counts, vocab_size: int) -> tuple[Counts, NDArray[np.bool_]]:
-    """`d2t` int64 [V_d], the offset from a draft id to its target id, and `t2d` bool [V], whether a target id is kept."""
+    """`d2t` int64 [V_d], the offset from a draft id to its target id; `t2d` bool [V], whether a target id is kept."""
     t2d = np.zeros(vocab_size, dtype=np.bool_)
     t2d[kept] = True
     return kept - np.arange(len(kept), dtype=np.int64), t2d
@@ -104,7 +104,8 @@ def _count_raw(job: Job, rows: int, tokenizer: Tokenizer, vocab_size: int) -> Co
     if not rows:
         return total
     done = 0
-    for batch in itertools.batched(raw_answers(rows, _heldout(Path(job.inputs["prompts"]))), _BATCH):
+    conversations = raw_answers(rows, _heldout(Path(job.inputs["prompts"])))
+    while batch := list(itertools.islice(conversations, _BATCH)):
         total += count_texts(itertools.chain.from_iterable(batch), tokenizer, vocab_size)
         done += len(batch)
         job.progress.update(done, rows, unit="conversations")
@@ -114,8 +115,8 @@ def _count_raw(job: Job, rows: int, tokenizer: Tokenizer, vocab_size: int) -> Co
 def build(job: Job) -> None:
     """The vocabulary stage: `d2t.npy`, `t2d.npy`, and `counts.npy` (int64 [V], supervised tokens by id).
 
-    Metrics: `coverage` = share of the supervised tokens that are in the vocabulary; `coverage_crossfit` = the same on one
-    half of the samples with the vocabulary chosen without it, which is what to expect on text not yet seen.
+    Metrics: `coverage` = share of the supervised tokens that are in the vocabulary; `coverage_crossfit` = the same on
+    one half of the samples with the vocabulary chosen without it, which is what to expect on text not yet seen.
     """
     target = Path(job.inputs["target"])
     vocab_size = int(read_json(target / "config.json")["vocab_size"])
