@@ -52,7 +52,7 @@ class TargetSection(Section):
         "package:smollm2-135m-instruct",
         min_length=1,
         description=(
-            "`package:smollm2-135m-instruct`, `random:tiny-llama`, a folder in Hub layout, or `hub:ORG/NAME[@REVISION]`."
+            "`package:smollm2-135m-instruct`, `random:tiny-llama`, a folder in Hub layout, or `hub:ORG/NAME[@REV]`."
         ),
     )
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Type of the stored weights.")

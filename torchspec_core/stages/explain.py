@@ -33,7 +33,9 @@ class Explanation:
 
 
 def flatten(value: Any, path: str = "") -> dict[str, Any]:
-    """Leaves of nested JSON by dotted path; empty containers are leaves."""
+    """Leaves of nested JSON by dotted path; empty containers inside are leaves."""
+    if not path and not value:
+        return {}
     if isinstance(value, Mapping) and value:
         items = [(f"{path}.{key}" if path else key, item) for key, item in value.items()]
     elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
@@ -51,7 +53,7 @@ def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         return "(absent)" if value is absent else str(value)
 
     return [
-        f"{name or 'identity'} {text(before.get(name, absent))} -> {text(after.get(name, absent))}"
+        f"{name} {text(before.get(name, absent))} -> {text(after.get(name, absent))}"
         for name in sorted({*before, *after})
         if type(before.get(name, absent)) is not type(after.get(name, absent)) or before.get(name) != after.get(name)
     ]
