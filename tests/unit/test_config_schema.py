@@ -1,5 +1,8 @@
-"""Every recipe field and its side. A wrong split is a wrong answer: an identity field that is called runtime gives stale
-results, a runtime field that is called identity makes everything anew. So each new field is entered here by hand."""
+"""Every recipe field and its side, entered by hand.
+
+A wrong split is a wrong answer: an identity field that is called runtime gives stale results, a runtime field that is
+called identity makes everything anew.
+"""
 
 from __future__ import annotations
 

@@ -139,8 +139,9 @@ def test_the_key_is_the_same_in_another_process() -> None:
 
 def test_the_spine_imports_without_anything_heavy() -> None:
     code = (
-        "import sys, torchspec_core.config.load, torchspec_core.stages, torchspec_core.stages.child, torchspec_core.processes;"
-        "print([m for m in ('torch', 'prefect', 'dask', 'pyarrow', 'numpy', 'vllm', 'transformers') if m in sys.modules])"
+        "import sys, torchspec_core.config.load, torchspec_core.stages.child, torchspec_core.processes;"
+        "heavy = ('torch', 'prefect', 'dask', 'pyarrow', 'numpy', 'vllm', 'transformers');"
+        "print([name for name in heavy if name in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
