@@ -18,6 +18,7 @@ CHUNK_BYTES = 4 << 20
 MAX_RECORD_CHARS = 64 << 20
 # Bytes that are not UTF-8 come through as lone surrogates, so that the row, not the file, is refused for them.
 DECODING = ("utf-8", "surrogateescape")
+_AFTER_VALUE = tuple(" \t\r\n,:]}")
 _GAP = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()
 
@@ -80,7 +81,8 @@ class _Window:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self.text, at)
-                if end < len(self.text) or not self.grow():
+                # At the window's end, or before a character that ends no value, it may be the start of a longer number.
+                if self.text[end : end + 1] in _AFTER_VALUE or not self.grow():
                     return value, end
             except (ValueError, RecursionError) as error:
                 if len(self.text) - at > MAX_RECORD_CHARS or not self.grow():
