@@ -10,7 +10,7 @@ import torch
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from torchspec_core.drafters.rope import RopeConfig
-from torchspec_core.drafters.ttt import attend_dense, attend_grouped
+from torchspec_core.drafters.ttt import DenseTTT, GroupedTTT
 from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss, embed_rows
 from torchspec_core.objectives.ttt import ttt_index
 
@@ -54,14 +54,14 @@ def tiny_teacher() -> Teacher:
     return Teacher(formula(1, (11, 8)), torch.ones(8, dtype=torch.float64), 1e-6, formula(2, (11, 8)))
 
 
-@pytest.mark.parametrize("attend", [attend_dense, attend_grouped])
+@pytest.mark.parametrize("mask", [DenseTTT, GroupedTTT])
 @pytest.mark.parametrize(("alignment", "losses", "total", "counts"), [
     ("reference", (3.1614022695, 3.5984868573, 3.3517536114), 8.1853140666, (5, 5, 5)),
     ("predicted", (3.4579785511, 3.9153881462, 3.7256650941), 8.9747147283, (6, 6, 5)),
 ])
-def test_losses(attend, alignment, losses, total, counts) -> None:
+def test_losses(mask, alignment, losses, total, counts) -> None:
     index = ttt_index([10], MASK, 3, alignment)
-    result = eagle3_loss(tiny_drafter(), tiny_teacher(), IDS, formula(4, (10, 24)), formula(3, (10, 8)), index, attend=attend)
+    result = eagle3_loss(tiny_drafter(), tiny_teacher(), IDS, formula(4, (10, 24)), formula(3, (10, 8)), index, mask=mask)
     assert tuple(result.count.tolist()) == counts
     assert (result.numerator / result.count).tolist() == pytest.approx(losses, abs=1e-9)
     assert result.loss.item() == pytest.approx(total, abs=1e-9)

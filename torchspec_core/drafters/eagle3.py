@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torchspec_core.drafters.attention import DraftCache, GroupedQueryAttention
 from torchspec_core.drafters.layers import RMSNorm, SwiGLU
 from torchspec_core.drafters.rope import RopeConfig
-from torchspec_core.drafters.ttt import TTTLayout, attend_grouped
+from torchspec_core.drafters.ttt import GroupedTTT, TTTAttention, TTTLayout
 from torchspec_core.errors import UserError
 
 
-Attend = Callable[[Tensor, Sequence[Tensor], Sequence[Tensor], TTTLayout, float], Tensor]
-
+MaskForm = Callable[[TTTLayout], TTTAttention]
 
 @dataclass(frozen=True)
 class Eagle3Config:
@@ -117,35 +116,35 @@ class Eagle3Drafter(nn.Module):
         """Layer output [..., H] to draft logits [..., V_d]."""
         return self.lm_head(self.norm(out))
 
-    def rollout(self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, attend: Attend = attend_grouped) -> list[Tensor]:
+    def rollout(self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, mask: MaskForm = GroupedTTT) -> list[Tensor]:
         """Draft len(embeds) tokens deep from every drafted row, as inference would.
 
         Args:
             aux: [N, A * H_t] target states of all packed rows.
             embeds: depth 0: [N, H], embedding of x_{i+1} for all rows; depth d > 0: [R, H], embedding of x_{i+1+d} for the drafted rows.
             layout: documents, positions and drafted rows.
-            attend: mask kind, fast (default) or dense form.
+            mask: form of the mask, fast (default) or dense.
 
         Returns:
             The layer's output [R, H] of the drafted rows, one tensor a depth, before the final norm.
         """
         layer, attention, rows = self.midlayer, self.midlayer.self_attn, layout.rows
-        positions = layout.position[rows]
-        hidden, outs = self.combine(aux), []
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        form = mask(layout)
+        u, residual = layer.enter(self.combine(aux), embeds[0])
+        angles = attention.angles(layout.position, u.dtype)
+        context = form.context(*attention.project_keys(u, angles))
+        # Every row gives keys, but only drafted rows ask and go on.
+        u, residual = u.index_select(0, rows), residual.index_select(0, rows)
+        angles = (angles[0].index_select(0, rows), angles[1].index_select(0, rows))
+        own: list[tuple[Tensor, Tensor]] = []
+        outs: list[Tensor] = []
         for depth, embed in enumerate(embeds):
-            u, residual = layer.enter(hidden, embed)
-            angles = attention.angles(layout.position if depth == 0 else positions + depth, u.dtype)
-            k, v = attention.project_keys(u, angles)
-            keys.append(k)
-            values.append(v)
-            if depth == 0:  # every row gives keys, but only drafted rows ask and go on
-                u, residual = u.index_select(0, rows), residual.index_select(0, rows)
-                angles = (angles[0].index_select(0, rows), angles[1].index_select(0, rows))
+            if depth:
+                u, residual = layer.enter(outs[-1], embed)
+                angles = attention.angles(layout.position.index_select(0, rows) + depth, u.dtype)
+                own.append(attention.project_keys(u, angles))
             q = attention.project_queries(u, angles)
-            hidden = layer.leave(residual, attention.combine(attend(q, keys, values, layout, attention.scale)))
-            outs.append(hidden)
+            outs.append(layer.leave(residual, attention.combine(form.attend(q, context, own, attention.scale))))
         return outs
 
     def new_cache(self, batch: int, capacity: int) -> DraftCache:

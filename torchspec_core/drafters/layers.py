@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -22,7 +24,33 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Functional form of `RMSNorm`."""
-    return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    out: Tensor = _RMSNorm.apply(x, weight, eps)
+    return out
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Torch composes this norm of a dozen conversions on CPU; written out it reads its input three times, gradient included."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+        precise = torch.float64 if x.dtype == torch.float64 else torch.float32
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
+        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
+        unit = (x * inverse).to(x.dtype)
+        ctx.save_for_backward(unit, inverse, weight)
+        return unit * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+        unit, inverse, weight = ctx.saved_tensors
+        product = grad * unit
+        grad_weight = product.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            # d/dx of x / rms: (g - unit * mean(g * unit)) / rms, with g = grad * weight; the mean is a product with the weight.
+            mean = (product @ weight).unsqueeze(-1) / unit.shape[-1]
+            grad_x = ((grad * weight - unit * mean) * inverse).to(unit.dtype)
+        return grad_x, grad_weight, None
 
 
 class SwiGLU(nn.Module):

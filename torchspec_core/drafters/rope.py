@@ -75,6 +75,28 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         Same shape and dtype as `x`; computed in the angles' type.
     """
-    a, b = x.to(cos.dtype).chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+    out: Tensor = _RotateHalves.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
+    return out
+
+
+class _RotateHalves(torch.autograd.Function):
+    """A rotation's gradient is the rotation back, so nothing but the angles is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = out.chunk(2, dim=-1)
+    first.copy_((a * cos).addcmul_(b, sin, value=-1))
+    second.copy_((b * cos).addcmul_(a, sin))
+    return out

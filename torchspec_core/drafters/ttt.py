@@ -5,15 +5,16 @@ for the *drafted* rows alone (the rows that lead to a loss). A drafted row at de
 it in its own document, and its own keys of depths 1..d. Because only drafted rows query, dense and anchored drafting are
 the same code: anchors are a choice of `rows`.
 
-`attend_dense` is the definition turned into a boolean matrix: the oracle. `attend_grouped` lays the rows of a document side by
-side, multiplies once per KV head for all its query heads, and adds the few own-row keys as extra columns; no
-[rows x rows * depths] mask exists.
+`DenseTTT` is the definition turned into a boolean matrix: the oracle. `GroupedTTT` lays documents side by side, multiplies once
+per KV head for all its query heads, and adds the few own-row keys as extra columns; no [rows x rows * depths] mask
+exists. (Torch's flash kernel for CPU was tried: at these lengths its bf16 backward alone took 20-70 ms where this form's products take 1.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,64 +65,130 @@ def dense_ttt_mask(layout: TTTLayout, depth: int) -> Tensor:
     )
 
 
-def attend_dense(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], layout: TTTLayout, scale: float) -> Tensor:
-    """Attention with the full boolean mask: the oracle, quadratic in the batch.
+class TTTAttention(Protocol):
+    """A form of the mask, made for one batch: `context` takes the depth-0 keys and values once, `attend` serves every depth."""
 
-    Args:
-        q: [R, heads, d] queries of the drafted rows at depth len(keys) - 1.
-        keys, values: depth 0 [N, kv_heads, d or dv], later depths [R, kv_heads, d or dv].
-        scale: factor on the scores.
+    def context(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, kv_heads, d], [N, kv_heads, dv] in the form that `attend` reads."""
+        ...
 
-    Returns:
-        [R, heads, dv].
-    """
-    group = q.shape[1] // keys[0].shape[1]
-    k = torch.cat(tuple(keys)).repeat_interleave(group, dim=1)
-    v = torch.cat(tuple(values)).repeat_interleave(group, dim=1)
-    scores = torch.einsum("rhd,khd->hrk", q, k) * scale
-    scores = scores.masked_fill(~dense_ttt_mask(layout, len(keys) - 1), float("-inf"))
-    return torch.einsum("hrk,khd->rhd", scores.softmax(dim=-1), v)
+    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        """[R, heads, dv] for queries [R, heads, d]; `own`: (k, v) of the drafted rows, [R, kv_heads, ...], depths 1, 2, ..."""
+        ...
 
 
-def _by_document(x: Tensor, slots: Tensor, documents: int, width: int) -> Tensor:
-    """[M, ...] rows to [documents, width, ...], zeros where a document has no row."""
-    padded = x.new_zeros((documents * width, *x.shape[1:]))
-    return padded.index_copy(0, slots, x).view(documents, width, *x.shape[1:])
+class DenseTTT:
+    """Attention with the full boolean mask: the oracle, quadratic in the batch."""
+
+    def __init__(self, layout: TTTLayout) -> None:
+        self.layout = layout
+
+    def context(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Unchanged."""
+        return k, v
+
+    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        """Every key against every row, then the mask."""
+        group = q.shape[1] // context[0].shape[1]
+        k = torch.cat((context[0], *(k for k, _ in own))).repeat_interleave(group, dim=1)
+        v = torch.cat((context[1], *(v for _, v in own))).repeat_interleave(group, dim=1)
+        scores = torch.einsum("rhd,khd->hrk", q, k) * scale
+        scores = scores.masked_fill(~dense_ttt_mask(self.layout, len(own)), float("-inf"))
+        return torch.einsum("hrk,khd->rhd", scores.softmax(dim=-1), v)
 
 
-def attend_grouped(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], layout: TTTLayout, scale: float) -> Tensor:
-    """The fast form of `attend_dense`: same arguments, same result."""
-    kv_heads, documents, width, drafted = keys[0].shape[1], layout.documents, layout.width, layout.drafted
-    heads, size = q.shape[1:]
-    group = heads // kv_heads
-    key_slots = layout.document * width + layout.position
-    query_documents = layout.document[layout.rows]
-    query_slots = query_documents * drafted + layout.rank
+class GroupedTTT:
+    """The fast form: documents side by side, a KV head's queries in one product, own-row keys as extra columns."""
 
-    def fold(x: Tensor) -> Tensor:
-        """[R, heads, d] to [documents * kv_heads, group * drafted, d]: a KV head's queries side by side."""
-        x = _by_document(x.view(len(x), kv_heads, group, -1), query_slots, documents, drafted)
-        return x.permute(0, 2, 3, 1, 4).reshape(documents * kv_heads, group * drafted, -1)
+    def __init__(self, layout: TTTLayout) -> None:
+        self.documents, self.width, self.drafted = layout.documents, layout.width, layout.drafted
+        self.key_slots = layout.document * layout.width + layout.position
+        self.query_slots = layout.document.index_select(0, layout.rows) * layout.drafted + layout.rank
+        position = layout.position.new_zeros(self.documents * self.drafted)
+        position[self.query_slots] = layout.position.index_select(0, layout.rows)
+        ahead = torch.arange(self.width, device=position.device) > position.unsqueeze(1)
+        self.ahead = ahead.view(self.documents, 1, 1, self.drafted, self.width)
 
-    def unfold(x: Tensor) -> Tensor:
-        x = x.view(documents, kv_heads, group, drafted, -1).permute(0, 3, 1, 2, 4)
-        return x.reshape(documents * drafted, heads, -1).index_select(0, query_slots)
+    def context(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """[documents * kv_heads, width, d]: zeros where a document has no row (always masked)."""
+        return self._context(k), self._context(v)
 
-    def context(x: Tensor) -> Tensor:
-        """[N, kv_heads, d] to [documents * kv_heads, width, d]."""
-        return _by_document(x, key_slots, documents, width).transpose(1, 2).reshape(documents * kv_heads, width, -1)
+    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+        """Softmax over [context ; own] columns; the backward pass is written out in `_GroupedAttention`."""
+        out: Tensor = _GroupedAttention.apply(self, scale, q, *context, *(tensor for pair in own for tensor in pair))
+        return out
 
-    position = _by_document(layout.position[layout.rows], query_slots, documents, drafted)
-    hidden = torch.arange(width, device=q.device) > position.unsqueeze(-1)
-    hidden = hidden.view(documents, 1, 1, drafted, width).expand(-1, kv_heads, group, -1, -1)
-    folded = fold(q)
-    scores = torch.bmm(folded, context(keys[0]).transpose(1, 2)) * scale
-    scores = scores.masked_fill(hidden.reshape(scores.shape), float("-inf"))
-    own = [(q.view(len(q), kv_heads, group, size) * k.unsqueeze(2)).sum(-1).view(len(q), heads, 1) for k in keys[1:]]
-    columns = [fold(score * scale) for score in own]
-    weights = torch.cat((scores, *columns), dim=-1).softmax(dim=-1)
-    out = unfold(torch.bmm(weights[..., :width], context(values[0])))
-    for depth, v in enumerate(values[1:]):
-        weight = unfold(weights[..., width + depth : width + depth + 1])
-        out = out + weight * v.repeat_interleave(group, dim=1)
-    return out
+    def fold(self, x: Tensor, kv_heads: int) -> Tensor:
+        """[R, heads, d] to [documents * kv_heads, group * drafted, d]."""
+        padded = x.new_zeros((self.documents * self.drafted, *x.shape[1:]))
+        padded[self.query_slots] = x
+        padded = padded.view(self.documents, self.drafted, kv_heads, -1, x.shape[2]).permute(0, 2, 3, 1, 4)
+        return padded.reshape(self.documents * kv_heads, -1, x.shape[2])
+
+    def unfold(self, x: Tensor, kv_heads: int) -> Tensor:
+        """The inverse of `fold`."""
+        x = x.view(self.documents, kv_heads, -1, self.drafted, x.shape[2]).permute(0, 3, 1, 2, 4)
+        return x.reshape(self.documents * self.drafted, -1, x.shape[4]).index_select(0, self.query_slots)
+
+    def hide_ahead(self, scores: Tensor, kv_heads: int) -> None:
+        """Put -inf where a key lies ahead of the row."""
+        scores.view(self.documents, kv_heads, -1, self.drafted, self.width).masked_fill_(self.ahead, float("-inf"))
+
+    def _context(self, x: Tensor) -> Tensor:
+        padded = x.new_zeros((self.documents * self.width, *x.shape[1:])).index_copy(0, self.key_slots, x)
+        padded = padded.view(self.documents, self.width, *x.shape[1:]).transpose(1, 2)
+        return padded.reshape(-1, self.width, x.shape[2])
+
+
+class _GroupedAttention(torch.autograd.Function):
+    """out = softmax([q K^T ; q . k_1 ; ... ; q . k_d]) [V ; v_1 ; ... ; v_d], with the own-row parts as products of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, form: GroupedTTT, scale: float, q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:  # type: ignore[override]
+        rows, heads, size = q.shape
+        kv_heads = k0.shape[0] // form.documents
+        q = q * scale
+        split = (rows, kv_heads, heads // kv_heads, -1)
+        folded = form.fold(q, kv_heads)
+        scores = torch.bmm(folded, k0.transpose(1, 2))
+        form.hide_ahead(scores, kv_heads)
+        if own:
+            columns = [(q.view(split) * k.unsqueeze(2)).sum(dim=-1).view(rows, heads) for k in own[::2]]
+            scores = torch.cat((scores, form.fold(torch.stack(columns, dim=-1), kv_heads)), dim=-1)
+        weights = torch.softmax(scores, dim=-1)
+        out = form.unfold(torch.bmm(weights[..., : form.width], v0), kv_heads)
+        if own:
+            shares = form.unfold(weights[..., form.width :].contiguous(), kv_heads)
+            for depth, v in enumerate(own[1::2]):
+                out.view(split).addcmul_(shares[..., depth].reshape(split), v.unsqueeze(2))
+        ctx.form, ctx.scale = form, scale
+        ctx.save_for_backward(q, folded, weights, k0, v0, *own)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        form: GroupedTTT = ctx.form
+        q, folded, weights, k0, v0, *own = ctx.saved_tensors
+        rows, heads, _ = q.shape
+        kv_heads = k0.shape[0] // form.documents
+        split = (rows, kv_heads, heads // kv_heads, -1)
+        grad = grad.contiguous()
+        grad_folded = form.fold(grad, kv_heads)
+        grad_weights = torch.bmm(grad_folded, v0.transpose(1, 2))
+        if own:
+            columns = [(grad.view(split) * v.unsqueeze(2)).sum(dim=-1).view(rows, heads) for v in own[1::2]]
+            grad_weights = torch.cat((grad_weights, form.fold(torch.stack(columns, dim=-1), kv_heads)), dim=-1)
+        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+        context = grad_scores[..., : form.width]
+        grad_q = form.unfold(torch.bmm(context, k0), kv_heads)
+        grad_k0 = torch.bmm(context.transpose(1, 2), folded)
+        grad_v0 = torch.bmm(weights[..., : form.width].transpose(1, 2), grad_folded)
+        grad_own: list[Tensor] = []
+        if own:
+            slopes = form.unfold(grad_scores[..., form.width :].contiguous(), kv_heads)
+            shares = form.unfold(weights[..., form.width :].contiguous(), kv_heads)
+            for depth, k in enumerate(own[::2]):
+                slope, share = slopes[..., depth].reshape(split), shares[..., depth].reshape(split)
+                grad_q.view(split).addcmul_(slope, k.unsqueeze(2))
+                grad_own += [(slope * q.view(split)).sum(dim=2), (share * grad.view(split)).sum(dim=2)]
+        return None, None, grad_q * ctx.scale, grad_k0, grad_v0, *grad_own

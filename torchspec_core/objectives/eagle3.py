@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torchspec_core.drafters.eagle3 import Attend, Eagle3Drafter
+from torchspec_core.drafters.eagle3 import Eagle3Drafter, MaskForm
 from torchspec_core.drafters.layers import rms_norm
-from torchspec_core.drafters.ttt import attend_grouped
+from torchspec_core.drafters.ttt import GroupedTTT
 from torchspec_core.objectives.soft_cross_entropy import SoftCrossEntropy, soft_cross_entropy
 from torchspec_core.objectives.ttt import TTTIndex, depth_coefficients
 
@@ -39,7 +39,7 @@ def embed_rows(embedding: Tensor, ids: Tensor, index: Tensor) -> Tensor:
 
 def eagle3_loss(
     drafter: Eagle3Drafter, teacher: Teacher, ids: Tensor, aux: Tensor, last: Tensor, index: TTTIndex,
-    depth_decay: float = 0.8, covered: Tensor | None = None, chunk: int = 512, attend: Attend = attend_grouped,
+    depth_decay: float = 0.8, covered: Tensor | None = None, chunk: int = 1024, mask: MaskForm = GroupedTTT,
 ) -> SoftCrossEntropy:
     """Loss of a packed batch.
 
@@ -58,7 +58,7 @@ def eagle3_loss(
         `sum_d depth_decay^d * mean over taught rows` with its additive parts; zero, connected to every parameter, if no row is taught.
     """
     embeds = [embed_rows(teacher.embedding, ids, following) for following in index.next_token]
-    outs = drafter.rollout(aux, embeds, index.layout, attend)
+    outs = drafter.rollout(aux, embeds, index.layout, mask)
     normed = torch.stack([drafter.norm(out).index_select(0, rows) for out, rows in zip(outs, index.student, strict=True)])
     weight = index.weight.to(torch.float64) if aux.dtype == torch.float64 else index.weight
     if covered is not None:

@@ -6,8 +6,8 @@ hidden states and head are taken while the chunk's q is at hand, so backward onl
 
     d hidden = c (q W - p W),   d W = sum_rows c (q - p) x hidden
 
-are computed as separate products for q (depths x positions rows) and p (positions rows), which saves a pass over the vocabulary to
-subtract, and p W gives the loss for free: sum_v p_v logit_v = (p W) . hidden. The logarithm of the partition comes from one column of the
+q and p are rows of one matrix and never subtracted: one product with W gives all q W and p W, one product with the scaled hidden rows (for the
+p rows: minus their sum over depths) gives d W, and p W gives the loss for free: sum_v p_v logit_v = (p W) . hidden. The logarithm of the partition comes from one column of the
 softmax. In bf16 the loss *value* is therefore good to about 0.005; in fp64 it is exact. Gradients agree with autograd.
 """
 
@@ -38,7 +38,7 @@ class SoftCrossEntropy:
 
 
 def soft_cross_entropy(
-    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, weight: Tensor, coefficient: Tensor, chunk: int = 512,
+    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, weight: Tensor, coefficient: Tensor, chunk: int = 1024,
 ) -> SoftCrossEntropy:
     """Loss of all depths.
 
@@ -49,10 +49,24 @@ def soft_cross_entropy(
         teacher_head: [V_d, H_t] the target head's rows of the draft vocabulary.
         weight: [D, P] 1 where the row is taught, else 0.
         coefficient: [D] factor of each depth's summed loss, denominators included.
-        chunk: teacher positions at a time; memory grows with chunk x D x V_d.
+        chunk: teacher positions at a time; memory grows with chunk x (D + 1) x V_d.
     """
     loss, numerator, correct = _SoftCrossEntropy.apply(hidden, head, teacher_hidden, teacher_head, weight, coefficient, chunk)
     return SoftCrossEntropy(loss, numerator, correct, weight.sum(dim=1))
+
+
+def _bits(p: Tensor) -> Tensor:
+    """Probabilities as integers of the same order: integer maxima are ten times as fast as bf16 ones on CPU."""
+    return p.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[p.element_size()])
+
+
+def _most_likely(p: Tensor) -> Tensor:
+    """[rows] index of the largest of the probabilities [rows, V]; the place is sought in the winning block of columns only."""
+    bits = _bits(p)
+    block = next(size for size in (64, 32, 16, 8, 4, 2, 1) if p.shape[1] % size == 0)
+    blocks = bits.view(len(p), -1, block)
+    best_block = blocks.amax(dim=2).argmax(dim=1)
+    return best_block * block + blocks[torch.arange(len(p), device=p.device), best_block].argmax(dim=1)
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -66,34 +80,37 @@ class _SoftCrossEntropy(torch.autograd.Function):
         factor = weight.to(precise) * coefficient.to(precise).unsqueeze(1)
         numerator = torch.zeros(depths, dtype=precise, device=hidden.device)
         correct = torch.zeros_like(numerator)
-        grad_hidden = torch.zeros_like(hidden)
-        grad_head = torch.zeros_like(head, dtype=precise)
+        grad_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)
+        grad_head: Tensor = hidden.new_empty(0)
         for start in range(0, positions, chunk):
             part = slice(start, min(start + chunk, positions))
-            h = hidden[:, part]
-            p = torch.softmax(teacher_hidden[part] @ teacher_head.T, dim=-1)
-            logits = h.reshape(-1, width) @ head.T
-            best = p.argmax(dim=-1).expand(depths, -1)
-            at_best = logits.view(depths, -1, len(head)).gather(2, best.unsqueeze(2)).squeeze(2).to(precise)
-            correct += (weight[:, part] * (at_best == logits.amax(dim=-1).view_as(best))).sum(dim=1)
-            q = torch.softmax(logits, dim=-1, out=logits)
-            q_best = q.view(depths, -1, len(head)).gather(2, best.unsqueeze(2)).squeeze(2).to(precise)
-            p_head = p @ head
-            partition = at_best - q_best.clamp(min=torch.finfo(q.dtype).tiny).log()
-            cross = partition - torch.linalg.vecdot(h.to(precise), p_head.to(precise))
-            numerator += (weight[:, part] * cross).sum(dim=1)
+            h, w, scale = hidden[:, part], weight[:, part], factor[:, part].unsqueeze(2)
+            taught = depths * h.shape[1]
+            both = hidden.new_empty((taught + h.shape[1], len(head)))  # the drafter's rows of all depths, then the target's
+            q, p = both[:taught], both[taught:]
+            torch.mm(h.reshape(-1, width), head.T, out=q)
+            torch.mm(teacher_hidden[part], teacher_head.T, out=p)
+            best = _most_likely(torch.softmax(p, dim=-1, out=p)).repeat(depths).unsqueeze(1)
+            logit_at_best = q.gather(1, best).to(precise)
+            torch.softmax(q, dim=-1, out=q)
+            q_at_best = q.gather(1, best)
+            correct += (w * (q_at_best.squeeze(1) == _bits(q).amax(dim=1).view(q.dtype)).view_as(w)).sum(dim=1)
+            products = both @ head
+            p_head = products[taught:]
+            partition = logit_at_best - q_at_best.to(precise).clamp(min=torch.finfo(q.dtype).tiny).log()
+            numerator += (w * (partition.view_as(w) - torch.linalg.vecdot(h.to(precise), p_head.to(precise)))).sum(dim=1)
             if wants_grad:
-                scale = factor[:, part].unsqueeze(2)
+                grad_hidden[:, part] = (products[:taught].view_as(h) - p_head) * scale
                 scaled = (h * scale).to(h.dtype)
-                grad_hidden[:, part] = ((q @ head).view_as(h).to(precise) - p_head) * scale
-                grad_head += q.T @ scaled.reshape(-1, width)
-                grad_head -= p.T @ scaled.sum(dim=0)
+                # [H, rows] @ [rows, V]: this product runs twice as fast as its transpose.
+                grad = torch.cat((scaled.flatten(0, 1), -scaled.sum(dim=0))).T.contiguous() @ both
+                grad_head = grad if start == 0 else grad_head.to(precise) + grad
         ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.head_dtype = head.dtype
         ctx.mark_non_differentiable(numerator, correct)
         return (coefficient.to(precise) * numerator).sum(), numerator, correct
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, grad_head = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), (grad_head * grad_loss).to(ctx.head_dtype), None, None, None, None, None
+        factor = grad_loss.to(grad_hidden.dtype)
+        return grad_hidden.mul_(factor), grad_head.to(grad_hidden.dtype).mul_(factor).T, None, None, None, None, None

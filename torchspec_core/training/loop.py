@@ -47,7 +47,7 @@ class LoopSettings:
     checkpoint_seconds: float
     validate_steps: int
     log_steps: int
-    chunk: int = 512
+    chunk: int = 1024
 
 
 @dataclass(frozen=True)

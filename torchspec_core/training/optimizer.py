@@ -53,6 +53,9 @@ class Masters:
 def make_masters(drafter: nn.Module, dtype: torch.dtype) -> Masters:
     """Turn an fp32 module into `dtype` in place, keeping fp32 masters."""
     names = [name for name, _ in drafter.named_parameters()]
+    for module in drafter.modules():
+        if isinstance(module, nn.Linear) and module.out_features > 4 * module.in_features:
+            module.weight.data = module.weight.data.T.contiguous().T  # a wide head's gradient comes column-major; copies would cost more
     if dtype == torch.float32:
         working = list(drafter.parameters())
         return Masters(names, working, working)
