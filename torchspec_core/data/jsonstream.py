@@ -7,6 +7,8 @@ values are the records. A file that is cut off yields every whole record and the
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterator
@@ -19,6 +21,8 @@ MAX_RECORD_CHARS = 64 << 20
 # Bytes that are not UTF-8 come through as lone surrogates, so that the row, not the file, is refused for them.
 DECODING = ("utf-8", "surrogateescape")
 _AFTER_VALUE = tuple(" \t\r\n,:]}")
+_START = re.compile(r"\ufeff?\s*")
+_COLON = re.compile(r"[\s:]*")
 _GAP = re.compile(r"[\s,]*")
 _DECODER = json.JSONDecoder()
 
@@ -43,49 +47,55 @@ class Broken:
 
 
 class _Window:
-    """The part of a file that is in memory, as text; `base` is the byte offset of `text[0]`."""
+    """The part of a file that is in memory, as text; `at` is the place in it, `offset` that place's byte in the file."""
 
     def __init__(self, file: BinaryIO) -> None:
-        import codecs
-
         self.file = file
         self.decoder = codecs.getincrementaldecoder(DECODING[0])(DECODING[1])
         self.text = ""
-        self.base = 0
+        self.at = 0
+        self.offset = 0
         self.ended = False
 
     def grow(self) -> bool:
-        """Read one more chunk; False at the end of the file."""
+        """Forget what lies behind and read one more chunk; False at the end of the file."""
         if self.ended:
             return False
         data = self.file.read(CHUNK_BYTES)
         self.ended = not data
-        self.text += self.decoder.decode(data, final=not data)
+        self.text = self.text[self.at :] + self.decoder.decode(data, final=not data)
+        self.at = 0
         return True
 
-    def drop(self, chars: int) -> None:
-        """Forget the first `chars` characters."""
-        self.base += len(self.text[:chars].encode(*DECODING))
-        self.text = self.text[chars:]
+    def advance(self, end: int) -> None:
+        """Move to the place `end` of the window."""
+        self.offset += len(self.text[self.at : end].encode(*DECODING))
+        self.at = end
 
-    def skip(self, pattern: re.Pattern[str], at: int) -> int:
-        """Position after `pattern` from `at`, reading on while the match reaches the end of the window."""
+    def peek(self) -> str:
+        """The next character; empty at the end of the file."""
+        return self.text[self.at : self.at + 1]
+
+    def skip(self, pattern: re.Pattern[str]) -> None:
+        """Move past `pattern`, reading on while the match reaches the end of the window."""
         while True:
-            match = pattern.match(self.text, at)
-            end = match.end() if match else at
+            match = pattern.match(self.text, self.at)
+            end = match.end() if match else self.at
             if end < len(self.text) or not self.grow():
-                return end
+                self.advance(end)
+                return
 
-    def decode(self, at: int) -> tuple[Any, int]:
-        """The JSON value at `at` and the position after it; raises `ValueError` when there is none."""
+    def decode(self) -> Any:
+        """The JSON value here, moving past it; raises `ValueError` when there is none."""
         while True:
             try:
-                value, end = _DECODER.raw_decode(self.text, at)
-                # At the window's end, or before a character that ends no value, it may be the start of a longer number.
+                value, end = _DECODER.raw_decode(self.text, self.at)
+                # At the window's end, or before a character that ends no value, it may be a part of a longer number.
                 if self.text[end : end + 1] in _AFTER_VALUE or not self.grow():
-                    return value, end
+                    self.advance(end)
+                    return value
             except (ValueError, RecursionError) as error:
-                if len(self.text) - at > MAX_RECORD_CHARS or not self.grow():
+                if len(self.text) - self.at > MAX_RECORD_CHARS or not self.grow():
                     raise ValueError(str(error)) from error
 
 
@@ -107,32 +117,28 @@ def read_collection(path: Path) -> Iterator[Record | Broken]:
     """The records of a file that holds one JSON array, or one object whose values are the records."""
     with path.open("rb") as file:
         window = _Window(file)
-        at = window.skip(re.compile(r"\ufeff?\s*"), 0)
-        opening = window.text[at : at + 1]
+        window.skip(_START)
+        opening = window.peek()
         if opening not in ("[", "{"):
             yield Broken(1, "the file is neither a JSON array nor a JSON object")
             return
-        at += 1
-        row = 0
-        while True:
-            row += 1
-            at = window.skip(_GAP, at)
-            if window.text[at : at + 1] in ("]", "}"):
+        window.advance(window.at + 1)
+        for row in itertools.count(1):
+            window.skip(_GAP)
+            if window.peek() in ("]", "}"):
                 return
             key = ""
             try:
                 if opening == "{":
-                    key, at = window.decode(at)
-                    at = window.skip(re.compile(r"[\s:]*"), at)
-                value, end = window.decode(at)
+                    key = str(window.decode())
+                    window.skip(_COLON)
+                start = window.offset
+                value = window.decode()
             except ValueError as error:
                 # Neither layout can be picked up again after a broken record: nothing marks where the next one starts.
                 yield Broken(row, f"the file is cut off or broken in this record, nothing after it was read: {error}")
                 return
-            window.drop(at)
-            length = len(window.text[: end - at].encode(*DECODING))
-            yield Record(row, window.base, window.base + length, value, str(key))
-            at = end - at
+            yield Record(row, start, window.offset, value, key)
 
 
 def read_range(file: BinaryIO, start: int, end: int) -> Any:
