@@ -258,10 +258,14 @@ def _samples(facts: RunFacts) -> list[Block]:
 
 
 def serve_command(target: str, drafter: str, k: int, dtype: str) -> str:
-    """The shell command that serves `target` with `drafter` in vLLM."""
+    """The shell command that serves `target` with `drafter` in vLLM.
+
+    The module and not `vllm serve`: the script of the CPU build looks for a distribution called `vllm` and finds none.
+    """
     config = f'{{"method": "eagle3", "model": "{drafter}", "num_speculative_tokens": {k}}}'
     return (
-        f"vllm serve {shlex.quote(target)} --dtype {dtype} --max-model-len 2048 \\\n"
+        f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(target)} \\\n"
+        f"  --dtype {dtype} --max-model-len 2048 --host 127.0.0.1 --port 8000 \\\n"
         f"  --speculative-config {shlex.quote(config)}"
     )
 
