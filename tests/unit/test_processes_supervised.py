@@ -12,6 +12,7 @@ import pytest
 from tests.watch import alive, number_in, until
 from torchspec_core.errors import UserError
 from torchspec_core.processes import JsonlTail, ProcessError, Supervised, free_port, last_error
+from torchspec_core.processes.guard import descendants
 
 
 def python(code: str) -> list[str]:
@@ -86,12 +87,15 @@ def test_descendants_that_left_the_group_end_too(tmp_path: Path, ending: str) ->
     assert not alive(pid)
 
 
-def test_when_the_parent_is_killed_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_when_the_parent_is_killed_nothing_is_left(tmp_path: Path, forked: bool) -> None:
+    # A forked copy of the parent keeps the guard's stdin open: then the guard must notice by its new parent pid.
     pidfile = tmp_path / "pid"
     code = (
         "import sys, time; from pathlib import Path; from torchspec_core.processes import Supervised\n"
         f"child = Supervised([sys.executable, '-c', {DAEMON + 'import time; time.sleep(300)'!r}, {str(pidfile)!r}],"
         f" log=Path({str(tmp_path / 'log')!r})).start()\n"
+        f"import os; {forked} and os.fork()\n"
         "print(child.pid, child.guard_pid, flush=True); time.sleep(300)"
     )
     log = tmp_path / "parent.log"
@@ -121,6 +125,31 @@ def test_when_the_guard_is_killed_nothing_is_left(tmp_path: Path) -> None:
         assert child.wait(20) == -signal.SIGKILL
         assert child.reason == "guard"
         assert not alive(child.pid) and not alive(grandchild)
+
+
+def test_a_supervised_process_below_another_ends_with_it(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from torchspec_core.processes import Supervised\n"
+        f"Supervised(['sleep', '300'], log=Path({str(tmp_path / 'inner')!r}), grace_s=300).start()\n"
+        "print('up', flush=True); time.sleep(300)"
+    )
+    env = {**os.environ, "PYTHONPATH": os.getcwd()}
+    with Supervised([sys.executable, "-c", code], log=tmp_path / "log", env=env) as outer:
+        until(lambda: outer.tail() == ["up"])
+        assert outer.pid is not None and outer.guard_pid is not None
+        below = [pid for pid in descendants(outer.pid) if alive(pid)]
+        os.kill(outer.guard_pid, signal.SIGKILL)
+        assert outer.wait(20) == -signal.SIGKILL
+    assert len(below) == 2 and not any(alive(pid) for pid in below)
+
+
+def test_when_the_guard_is_killed_the_child_dies_even_if_nobody_looks(tmp_path: Path) -> None:
+    child = Supervised(["sleep", "300"], log=tmp_path / "log").start()
+    assert child.guard_pid is not None and child.pid is not None
+    os.kill(child.guard_pid, signal.SIGKILL)
+    pid = child.pid
+    until(lambda: not alive(pid))
+    child.stop()
 
 
 def test_ready_probe(tmp_path: Path) -> None:

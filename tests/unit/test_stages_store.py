@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
 import threading
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -234,6 +237,21 @@ def test_an_unwritten_shard_and_a_file_past_the_workspace_are_refused(store: Sta
         store.materialize(spec(), sneaks)
 
 
+def seal_some(workspace: Workspace, first: int) -> None:
+    for number in range(first, first + 20):
+        with workspace.shard(f"s{number}") as path:
+            path.write_text(str(number))
+            workspace.facts(f"s{number}", rows=number)
+
+
+def test_several_processes_seal_shards_of_one_workspace(tmp_path: Path) -> None:
+    workspace = Workspace(tmp_path)
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(seal_some, [workspace, workspace], [0, 20]))
+    assert [workspace.done(f"s{number}")["rows"] for number in range(40)] == list(range(40))  # type: ignore[index]
+    assert workspace.totals()[0] == sum(range(40)) and len(workspace.sealed_files()) == 40
+
+
 def test_scratch_survives_a_crash_and_goes_when_sealed(store: StageStore) -> None:
     def body(workspace: Workspace) -> None:
         checkpoint = workspace.scratch("training") / "step"
@@ -299,12 +317,26 @@ def test_a_second_run_waits_is_told_for_whom_and_then_hits(store: StageStore) ->
     assert (refs["first"].cached, refs["second"].cached) == (False, True)
 
 
-def test_a_lock_file_that_was_deleted_while_we_waited_protects_nothing(tmp_path: Path) -> None:
+def test_a_lock_file_that_is_deleted_between_open_and_lock_protects_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "lock"
-    with hold(path, wait_s=0):
-        path.unlink()
-        with hold(path, wait_s=0), pytest.raises(BusyError), hold(path, wait_s=0):
-            pass
+    really_lock = fcntl.flock
+    deleted: list[Path] = []
+
+    def lock_after_gc(handle: int, operation: int) -> None:
+        if not deleted:
+            path.unlink()
+            deleted.append(path)
+        really_lock(handle, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_gc)
+    with hold(path, wait_s=0), pytest.raises(BusyError), hold(path, wait_s=0):
+        pass
+
+
+def test_many_may_read_and_one_may_write(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
     with hold(path, shared=True), hold(path, shared=True), pytest.raises(BusyError), hold(path, wait_s=0):
         pass
 

@@ -31,6 +31,7 @@ from torchspec_core.processes import guard
 from torchspec_core.processes.tail import last_error, tail_lines
 
 MARKER = "TORCHSPEC_SUPERVISED"
+_VARIABLE = f"{MARKER}=".encode()
 GUARD_LIMIT_S = guard.KILL_LIMIT_S + 5.0
 
 
@@ -54,8 +55,7 @@ def resolve_command(cmd: Sequence[str | os.PathLike[str]], env: Mapping[str, str
 
 
 def marked(marker: str) -> list[int]:
-    """Live pids of ours whose environment carries the marker."""
-    wanted = f"{MARKER}={marker}".encode()
+    """Live pids whose environment carries the marker, alone or in a chain (a supervised process below another)."""
     pids = []
     for pid in guard.process_table():
         try:
@@ -63,7 +63,8 @@ def marked(marker: str) -> list[int]:
                 names = file.read().split(b"\0")
         except OSError:
             continue
-        if wanted in names:
+        chain = next((name for name in names if name.startswith(_VARIABLE)), b"").removeprefix(_VARIABLE)
+        if marker.encode() in chain.split(b":"):
             pids.append(pid)
     return pids
 
@@ -121,7 +122,8 @@ class Supervised:
         self.reason: str | None = None
         self._marker = uuid.uuid4().hex
         self._start = 0
-        self._env = {**(os.environ if env is None else env), MARKER: self._marker}
+        chain = filter(None, (os.environ.get(MARKER), self._marker))
+        self._env = {**(os.environ if env is None else env), MARKER: ":".join(chain)}
         self._cmd = resolve_command(cmd, self._env)
         self._cwd = os.fspath(cwd if cwd is not None else Path.cwd())
         self._pass_fds = tuple(pass_fds)
