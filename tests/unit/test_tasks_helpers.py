@@ -1,0 +1,99 @@
+"""What the tasks, flows and local services compute without a server: tables, images, bands, names, addresses."""
+
+from __future__ import annotations
+
+import base64
+import math
+import socket
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from flows.naming import describe
+from infra import services
+from tasks.common import open_run, summary_rows
+from tasks.convergence import Band, against
+from tasks.evaluation import acceptance_rows
+from tasks.report import MARKDOWN_LIMIT, inline_images
+from torchspec_core.errors import UserError
+from torchspec_core.stages import StageRef
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_flows_load_neither_torch_nor_vllm_nor_dask() -> None:
+    code = ("import sys, flows.train_drafter, flows.nightly\n"
+            "print(sorted({'torch', 'vllm', 'transformers', 'dask', 'distributed', 'matplotlib'} & set(sys.modules)))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_acceptance_rows_group_flat_keys() -> None:
+    flat = {"heldout.greedy.acceptance_length": 1.5, "heldout.greedy.slot_1": 0.4,
+            "baseline.bigram.acceptance_length": 1.1, "heldout.greedy.vllm_text_equal": 1.0, "prompts": 40}
+    assert acceptance_rows(flat) == [
+        {"measured": "heldout.greedy", "acceptance_length": 1.5, "slot_1": 0.4, "vllm_text_equal": 1.0},
+        {"measured": "baseline.bigram", "acceptance_length": 1.1},
+    ]
+
+
+def test_images_are_inlined_and_large_or_missing_ones_named(tmp_path: Path) -> None:
+    (tmp_path / "small.svg").write_text("<svg/>")
+    (tmp_path / "large.svg").write_text("x" * MARKDOWN_LIMIT)
+    shown = inline_images("![b](large.svg) ![a](small.svg) ![c](none.svg) ![d](https://x/y.svg)", tmp_path)
+    inlined = base64.b64encode(b"<svg/>").decode()
+    assert shown == (f"b: `{tmp_path}/large.svg` ![a](data:image/svg+xml;base64,{inlined}) c: `{tmp_path}/none.svg` "
+                     "![d](https://x/y.svg)")
+
+
+@pytest.mark.parametrize(("value", "inside"), [
+    (1.0, True), (2.0, True), (0.99, False), (2.01, False), (math.nan, False), (None, False), ("1.5", False),
+])
+def test_band_holds_both_ends_and_only_finite_numbers(value: object, inside: bool) -> None:
+    assert against({"x": value}, (Band("x", 1.0, 2.0),))[0]["inside"] is inside
+
+
+def test_summary_names_the_same_facts_for_every_stage() -> None:
+    ref = StageRef("tokens", "ab" * 16, Path("/s/tokens/a-abab"), 3, 400, 1.234, True, "same key", {"padding": 0.1})
+    assert {row["fact"]: row["value"] for row in summary_rows(ref)} == {
+        "key": "ab" * 16, "state": "cached", "reason": "same key", "folder": "/s/tokens/a-abab", "rows": 3,
+        "bytes": 400, "seconds": 1.23, "padding": 0.1,
+    }
+
+
+def test_run_name_says_recipe_model_drafter_changes_and_time(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("target: {source: 'hub:org/Model-1B@main'}\n")
+    now = datetime(2026, 11, 29, 22, 30)
+    named = describe({"recipe": str(recipe), "overrides": ["training.lr=0.1"]}, now)
+    assert named == "mine: Model-1B, eagle3, training.lr=0.1, Nov 29 22:30"
+    assert describe({"recipe": "configs/none.yaml", "overrides": None}, now) == "none: Nov 29 22:30"
+
+
+def test_unknown_stage_to_refresh_is_refused() -> None:
+    with pytest.raises(UserError, match="tokenz.*target, prompts, answers"):
+        open_run("configs/quickstart.yaml", [], ["tokenz"])
+
+
+def test_local_server_keeps_its_port_and_a_named_one_is_taken_as_it_is(tmp_path: Path) -> None:
+    first = services.locate({}, tmp_path)
+    assert services.locate({}, tmp_path) == first
+    assert not first.named and first.ui == first.api.removesuffix("/api")
+    named = services.locate({"PREFECT_API_URL": "https://prefect.example/api/"}, tmp_path)
+    assert named.named and named.api == "https://prefect.example/api"
+
+
+def test_something_that_is_no_prefect_server_is_not_healthy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        assert not services.healthy(f"http://127.0.0.1:{mute.getsockname()[1]}/api", seconds=0.2)
+
+
+def test_telemetry_is_off_and_the_home_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_WORKER_QUERY_SECONDS", "7")
+    settings = services.environment(services.locate({}, tmp_path))
+    assert settings["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false" and settings["DO_NOT_TRACK"] == "1"
+    assert settings["PREFECT_HOME"] == str(tmp_path / "prefect")
+    assert settings["PREFECT_WORKER_QUERY_SECONDS"] == "7"
