@@ -1,0 +1,1 @@
+"""How the pipeline runs outside a plain terminal: local services, work pools, automations."""

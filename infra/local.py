@@ -1,0 +1,173 @@
+"""Prefect on this machine: `python -m infra.local up | deploy | demo [DEPLOYMENT] | follow RUN | status | stop`.
+
+`demo` starts what is missing (server, worker), deploys what has changed, starts the deployment
+(`train-drafter/quickstart` unless another is named), follows it here, and ends with the address of the run in the UI
+and, as its last line, the path of the report. Ctrl-C stops only the following. Exit codes: 0 done, 1 the run failed,
+2 a mistake to mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from infra import services
+from infra.services import Place
+from torchspec_core.errors import StageError, UserError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+DEMO = "train-drafter/quickstart"
+
+
+def _say(text: str = "") -> None:
+    print(text, flush=True)
+
+
+def up(environ: dict[str, str] | None = None) -> Place:
+    """Start what is missing; returns where it is."""
+    started = time.monotonic()
+    place, fresh = services.ensure_server(services.locate(environ or dict(os.environ)))
+    os.environ.update(services.environment(place))
+    state = f"started in {time.monotonic() - started:.1f} s" if fresh else "running"
+    _say(f"Prefect server {state}: {place.ui}")
+    if services.ensure_worker(place):
+        from infra import automations, client
+
+        automations.install()
+        with client.connect() as server:
+            client.ensure_pool(server)
+            if not place.named and (lost := client.bury_lost_runs(server)):
+                _say(f"{lost} unfinished run(s) had lost their worker and are marked Crashed")
+        _say(f"Prefect worker started, log {place.log(services.WORKER)}")
+    return place
+
+
+def _deploy(place: Place) -> None:
+    from infra import client
+
+    with client.connect() as server:
+        _say("deployments registered" if client.deploy(place, server) else "deployments unchanged")
+
+
+def _follow(place: Place, run: FlowRun) -> int:
+    """Show a run until it ends; returns the exit code."""
+    from infra import client
+
+    live, page = sys.stdout.isatty(), f"{place.ui}/runs/flow-run/{run.id}"
+    shown = ""
+    try:
+        with client.connect() as server:
+            for kind, what in client.follow(server, run.id):
+                if kind == "end":
+                    run = what
+                elif kind == "log" and (what.name.startswith("torchspec") or what.level >= logging.WARNING):
+                    line = what.message.splitlines()[0] if what.message else ""  # the traceback of a bug is in the UI
+                    _say(("\r\x1b[2K" if live else "") + f"{client.local_time(what.timestamp)}  {line}")
+                elif kind == "progress" and live and what != shown:
+                    shown = what
+                    print(f"\r\x1b[2K          {what[:120]}", end="", flush=True)
+    except KeyboardInterrupt:
+        _say(f"\nThe run goes on in the background: {page}\n"
+             f"  see it again   python -m infra.local follow {run.id}\n"
+             f"  cancel it      PREFECT_API_URL={place.api} prefect flow-run cancel {run.id}\n"
+             "  stop it all    make stop   (run `make demo` later and it goes on where it stopped)")
+        return 130
+    state = run.state
+    assert state is not None
+    message = state.message or ""
+    if not state.is_completed():
+        _say(f"The run ended {state.name}: {page}")
+        print(message, file=sys.stderr, flush=True)
+        return 1
+    _say(f"The run in the UI: {page}")
+    _say(message.rpartition("report: ")[2] or message)
+    return 0
+
+
+def demo(name: str, overrides: list[str]) -> int:
+    """Start what is missing, run deployment `name`, follow it."""
+    place = up()
+    from infra import client
+
+    _deploy(place)
+    with client.connect() as server:
+        run, new = client.start_run(server, name, overrides)
+    how = "prefect deployment run" if new else "already in progress, following"
+    _say(f"{how} {name}: {place.ui}/runs/flow-run/{run.id}")
+    return _follow(place, run)
+
+
+def _follow_id(run_id: str) -> int:
+    place = services.locate(os.environ)
+    if not services.healthy(place.api):
+        raise UserError(f"no Prefect server answers at {place.api}; start it with `python -m infra.local up`")
+    os.environ.update(services.environment(place))
+    from uuid import UUID
+
+    from prefect.exceptions import ObjectNotFound
+
+    from infra import client
+
+    try:
+        with client.connect() as server:
+            run = server.read_flow_run(UUID(run_id))
+    except (ValueError, ObjectNotFound) as error:
+        raise UserError(f"the server at {place.api} has no run {run_id!r}; see {place.ui}/runs") from error
+    return _follow(place, run)
+
+
+def _stop() -> int:
+    ours = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    ended = services.stop(services.locate(ours))
+    _say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m infra.local", description="Prefect on this machine.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("up", help="start the server and the worker if they do not run")
+    commands.add_parser("deploy", help="up, then register the deployments of prefect.yaml")
+    run = commands.add_parser("demo", help="up, deploy, run a deployment and follow it")
+    run.add_argument("deployment", nargs="?", default=DEMO, help=f"default {DEMO}")
+    run.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
+    commands.add_parser("follow", help="follow a run in this terminal").add_argument("run")
+    commands.add_parser("status", help="what runs, and where")
+    commands.add_parser("stop", help="end what was started here")
+    args = parser.parse_args(argv)
+    try:
+        if args.command == "up":
+            up()
+        elif args.command == "deploy":
+            _deploy(up())
+        elif args.command == "demo":
+            return demo(args.deployment, args.overrides)
+        elif args.command == "follow":
+            return _follow_id(args.run)
+        elif args.command == "stop":
+            return _stop()
+        else:
+            for name, text in services.status(services.locate(os.environ)):
+                _say(f"{name:<15} {text}")
+        return 0
+    except UserError as error:
+        print(f"torchspec: {error}", file=sys.stderr)
+        return 2
+    except StageError as error:
+        print(f"torchspec: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        _say("\ninterrupted; `make demo` goes on where it stopped, `make stop` ends the services")
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
