@@ -23,8 +23,16 @@ KEYS = [f"row{i}" for i in range(len(PROMPTS))]
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3)
+    config = LlamaConfig(
+        vocab_size=V,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+    )
     return LlamaForCausalLM(config).float().eval()
 
 
@@ -45,7 +53,7 @@ def plain_greedy(model: LlamaForCausalLM, prompt: list[int], count: int, eos: tu
             ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
         if ids[-1] in eos:
             break
-    return ids[len(prompt):]
+    return ids[len(prompt) :]
 
 
 class Scripted:
@@ -109,8 +117,10 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(model: LlamaForCausalLM,
 
 def test_every_step_emits_its_accepted_tokens_and_one_more(model: LlamaForCausalLM, target: CachedTarget) -> None:
     numbers = np.random.default_rng(1)
-    mixed = Scripted(PROMPTS, lambda context, k: [
-        token if numbers.random() < 0.6 else 0 for token in plain_greedy(model, context, k)])
+    mixed = Scripted(
+        PROMPTS,
+        lambda context, k: [token if numbers.random() < 0.6 else 0 for token in plain_greedy(model, context, k)],
+    )
     for row in run(target, mixed):
         made = 1 + len(row.steps) + sum(row.steps)  # the limit hides at most K of them
         assert 0 <= made - len(row.tokens) <= K
@@ -128,7 +138,9 @@ def test_a_ragged_batch_equals_one_by_one_greedy_and_sampled(model: LlamaForCaus
     assert run(target, table, sampling=Sampling(0.9, 0.9), seed=6) != together
 
 
-def test_rows_that_stop_leave_and_tokens_after_the_end_do_not_count(model: LlamaForCausalLM, target: CachedTarget) -> None:
+def test_rows_that_stop_leave_and_tokens_after_the_end_do_not_count(
+    model: LlamaForCausalLM, target: CachedTarget
+) -> None:
     plain = [plain_greedy(model, prompt, 24) for prompt in PROMPTS]
     eos = plain[0][9]
     expected = [plain_greedy(model, prompt, 24, (eos,)) for prompt in PROMPTS]
@@ -156,8 +168,15 @@ def test_sampled_text_follows_the_targets_law(model: LlamaForCausalLM, target: C
     rows, temperature = 1500, 0.8
     prompt = PROMPTS[2]
     table = TableDrafts(torch.tensor([plain_greedy(model, [*prompt, i], 1)[0] for i in range(V)]))
-    out = decode(target, table, [prompt] * rows, keys=[str(i) for i in range(rows)], k=2, max_new_tokens=2,
-                 sampling=Sampling(temperature))
+    out = decode(
+        target,
+        table,
+        [prompt] * rows,
+        keys=[str(i) for i in range(rows)],
+        k=2,
+        max_new_tokens=2,
+        sampling=Sampling(temperature),
+    )
     assert 0 < sum(row.steps[0] > 0 for row in out) < rows
     with torch.no_grad():
         first = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].double() / temperature, -1)
@@ -195,12 +214,16 @@ def test_captured_states_are_the_residual_streams_of_the_committed_tokens(model:
         for committed in seen[:2]:  # before any row leaves
             assert int(committed.start[row]) == position
             count = int(committed.counts[row])
-            torch.testing.assert_close(committed.states[row, :count], expected[position : position + count], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(
+                committed.states[row, :count], expected[position : position + count], atol=1e-4, rtol=1e-4
+            )
             assert committed.tokens[row, :count].tolist() == text[position + 1 : position + count + 1]
             position += count
 
 
-def test_prefill_in_groups_changes_nothing(model: LlamaForCausalLM, target: CachedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_in_groups_changes_nothing(
+    model: LlamaForCausalLM, target: CachedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole = run(target, None)
     monkeypatch.setattr("torchspec_core.decoding.target.PREFILL_TOKENS", 8)
     assert run(target, None) == whole
@@ -226,7 +249,10 @@ def test_a_target_without_the_drafters_layers_is_refused(model: LlamaForCausalLM
 
 def test_baseline_tables_by_hand() -> None:
     # Supervised: 5, 6, 5 | 7, 5, 5. Pairs with a supervised second token: 4>5 5>6 6>5 | 9>7 7>5 5>5.
-    samples = [(np.array([3, 4, 5, 6, 5]), np.array([0, 0, 1, 1, 1], bool)), (np.array([9, 7, 5, 5]), np.array([0, 1, 1, 1], bool))]
+    samples = [
+        (np.array([3, 4, 5, 6, 5]), np.array([0, 0, 1, 1, 1], bool)),
+        (np.array([9, 7, 5, 5]), np.array([0, 1, 1, 1], bool)),
+    ]
     tables = baseline_tables(samples, 10)
     assert tables["unigram"].tolist() == [5] * 10
     assert tables["bigram"].tolist() == [5, 5, 5, 5, 5, 5, 5, 5, 5, 7]  # 5>6 and 5>5 tie: the smaller id

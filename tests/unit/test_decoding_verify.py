@@ -1,4 +1,6 @@
-"""The output law of lossless verification: full enumeration, chi-square, and the identities of greedy and perfect drafts."""
+"""The output law of lossless verification: full enumeration, chi-square, and the identities of greedy and perfect
+drafts.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,13 @@ def _enumerate(one_hot: bool) -> tuple[np.ndarray, float]:
         previous = drafts[:, slot]
     chain = np.concatenate([np.zeros((rows, 1), dtype=np.int64), drafts], 1)
     logits = torch.from_numpy(np.log(np.maximum(P3[chain], 1e-300))).float()
-    verdict = verify_sampled(logits, torch.from_numpy(drafts), None if one_hot else torch.from_numpy(q).float(),
-                             torch.from_numpy(u[:, :3]), temperature=1.0)
+    verdict = verify_sampled(
+        logits,
+        torch.from_numpy(drafts),
+        None if one_hot else torch.from_numpy(q).float(),
+        torch.from_numpy(u[:, :3]),
+        temperature=1.0,
+    )
     law = np.zeros((3, 3, 3))
     for i, (accepted, following) in enumerate(zip(verdict.accepted.tolist(), verdict.following.tolist(), strict=True)):
         out = [*drafts[i, :accepted].tolist(), following]
@@ -123,7 +130,11 @@ def _chi_square(counts: np.ndarray) -> tuple[float, int, float]:
     _, p, _ = _markov()
     expected = (p[0].unsqueeze(1) * p).numpy() * counts.sum()
     inside = expected > 0
-    return float(((counts - expected)[inside] ** 2 / expected[inside]).sum()), int(inside.sum()) - 1, float(counts[~inside].sum())
+    return (
+        float(((counts - expected)[inside] ** 2 / expected[inside]).sum()),
+        int(inside.sum()) - 1,
+        float(counts[~inside].sum()),
+    )
 
 
 def test_chi_square_of_the_first_two_tokens() -> None:

@@ -65,15 +65,30 @@ def test_replay_by_hand() -> None:
 def test_replay_equals_real_verification(eos: int | None) -> None:
     torch.manual_seed(1)
     size = 24
-    config = LlamaConfig(vocab_size=size, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3)
+    config = LlamaConfig(
+        vocab_size=size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+    )
     model = LlamaForCausalLM(config).float().eval()
     facts = facts_from_config({**config.to_dict(), "architectures": ["LlamaForCausalLM"]})
     with torch.no_grad():
         table = model(torch.arange(size).unsqueeze(1)).logits[:, 0].argmax(-1)
     prompts = [[i, (3 * i) % size, 5] for i in range(12)]
-    rows = decode(CachedTarget(model, facts), TableDrafts(table), prompts, keys=[str(i) for i in range(12)], k=3,
-                  max_new_tokens=30, eos=[] if eos is None else [eos])
+    rows = decode(
+        CachedTarget(model, facts),
+        TableDrafts(table),
+        prompts,
+        keys=[str(i) for i in range(12)],
+        k=3,
+        max_new_tokens=30,
+        eos=[] if eos is None else [eos],
+    )
     assert any(sum(row.steps) for row in rows)
     assert eos is None or any(row.finish == "stop" for row in rows)
     for row in rows:

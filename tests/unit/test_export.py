@@ -22,16 +22,35 @@ from torchspec_core.targets.facts import read_facts
 V, V_D, WIDTH, LAYERS = 40, 12, 16, 9
 KEPT = [0, 3, 4, 7, 11, 12, 20, 21, 22, 30, 38, 39]
 TARGET = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 24,
-    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": V, "rms_norm_eps": 1e-5,
-    "rope_theta": 5000.0, "max_position_embeddings": 128, "eos_token_id": 1, "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": WIDTH,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": V,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 128,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
 }
 
 
 def drafter_config(**changes: Any) -> Eagle3Config:
     sizes: dict[str, Any] = {
-        "hidden_size": WIDTH, "target_hidden_size": WIDTH, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24,
-        "vocab_size": V, "draft_vocab_size": V_D, "aux_layers": (1, 3, 5), "rms_norm_eps": 1e-5, "rope": RopeConfig(5000.0),
+        "hidden_size": WIDTH,
+        "target_hidden_size": WIDTH,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 24,
+        "vocab_size": V,
+        "draft_vocab_size": V_D,
+        "aux_layers": (1, 3, 5),
+        "rms_norm_eps": 1e-5,
+        "rope": RopeConfig(5000.0),
         "max_position_embeddings": 128,
     }
     return Eagle3Config(**{**sizes, **changes})
@@ -99,12 +118,21 @@ def test_weights_hold_vllms_names_shapes_and_offsets(exported: Path) -> None:
     tensors = load_file(exported / "model.safetensors")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     assert shapes == {
-        "fc.weight": (16, 48), "norm.weight": (16,), "lm_head.weight": (12, 16), "d2t": (12,), "t2d": (40,),
-        "midlayer.hidden_norm.weight": (16,), "midlayer.input_layernorm.weight": (16,),
-        "midlayer.post_attention_layernorm.weight": (16,), "midlayer.self_attn.q_proj.weight": (32, 32),
-        "midlayer.self_attn.k_proj.weight": (16, 32), "midlayer.self_attn.v_proj.weight": (16, 32),
-        "midlayer.self_attn.o_proj.weight": (16, 32), "midlayer.mlp.gate_proj.weight": (24, 16),
-        "midlayer.mlp.up_proj.weight": (24, 16), "midlayer.mlp.down_proj.weight": (16, 24),
+        "fc.weight": (16, 48),
+        "norm.weight": (16,),
+        "lm_head.weight": (12, 16),
+        "d2t": (12,),
+        "t2d": (40,),
+        "midlayer.hidden_norm.weight": (16,),
+        "midlayer.input_layernorm.weight": (16,),
+        "midlayer.post_attention_layernorm.weight": (16,),
+        "midlayer.self_attn.q_proj.weight": (32, 32),
+        "midlayer.self_attn.k_proj.weight": (16, 32),
+        "midlayer.self_attn.v_proj.weight": (16, 32),
+        "midlayer.self_attn.o_proj.weight": (16, 32),
+        "midlayer.mlp.gate_proj.weight": (24, 16),
+        "midlayer.mlp.up_proj.weight": (24, 16),
+        "midlayer.mlp.down_proj.weight": (16, 24),
     }
     assert tensors["d2t"].dtype == torch.int64 and tensors["d2t"].tolist() == [k - j for j, k in enumerate(KEPT)]
     assert tensors["t2d"].dtype == torch.bool
@@ -122,15 +150,23 @@ def test_weights_take_the_type_of_the_targets_and_a_full_vocabulary_needs_no_map
 def test_the_card_names_the_target_and_the_coverage(exported: Path) -> None:
     card = (exported / "README.md").read_text()
     share = sum(KEPT) / sum(range(V))
-    for words in ("LlamaForCausalLM, 9 layers, hidden size 16, vocabulary 40", f"{share:.1%}", "layers 1, 3, 5", "ids 2, 4, 6"):
+    for words in (
+        "LlamaForCausalLM, 9 layers, hidden size 16, vocabulary 40",
+        f"{share:.1%}",
+        "layers 1, 3, 5",
+        "ids 2, 4, 6",
+    ):
         assert words in card
 
 
-@pytest.mark.parametrize(("change", "name"), [
-    ({"vocab_size": 41}, "vocabulary 40.*41"),
-    ({"hidden_size": 32}, "hidden size 16.*32"),
-    ({"num_hidden_layers": 10}, "layer count 9.*10"),
-])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"vocab_size": 41}, "vocabulary 40.*41"),
+        ({"hidden_size": 32}, "hidden size 16.*32"),
+        ({"num_hidden_layers": 10}, "layer count 9.*10"),
+    ],
+)
 def test_a_drafter_of_another_target_is_refused_by_name(exported: Path, change: dict[str, Any], name: str) -> None:
     config = exported.parent / "target" / "config.json"
     config.write_text(json.dumps({**TARGET, **change}))
@@ -161,13 +197,16 @@ def test_missing_extra_and_misshapen_tensors_are_named(exported: Path) -> None:
         load_drafter(exported, "float32")
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is no EAGLE-3"),
-    ({"norm_output": True}, "norm_output"),
-    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "contradict"),
-    ({"num_aux_hidden_states": 2}, "contradict"),
-    ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {}}, "is missing"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is no EAGLE-3"),
+        ({"norm_output": True}, "norm_output"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "contradict"),
+        ({"num_aux_hidden_states": 2}, "contradict"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {}}, "is missing"),
+    ],
+)
 def test_what_would_be_computed_differently_is_refused(exported: Path, change: dict[str, Any], words: str) -> None:
     change_config(exported, **change)
     with pytest.raises(UserError, match=words):

@@ -1,9 +1,9 @@
 """The loop: prefill, then draft, verify, commit, until every row has stopped.
 
-What is counted. A *step* is one verification of K drafts; acceptance length = 1 + accepted drafts per step, the bonus token
-included. Drafts accepted after an end-of-sequence token are not emitted and do not count; they are kept apart, because
-engines that count before they look for the end count them. A step cut by `max_new_tokens` counts whole: the limit says nothing
-about the drafter.
+What is counted. A *step* is one verification of K drafts; acceptance length = 1 + accepted drafts per step, the bonus
+token included. Drafts accepted after an end-of-sequence token are not emitted and do not count; they are kept apart,
+because engines that count before they look for the end count them. A step cut by `max_new_tokens` counts whole: the
+limit says nothing about the drafter.
 
 Randomness. Every row has its own numbers, made from (seed, row key): a row's text does not depend on its neighbours,
 the batch size, or the order. Drafting, acceptance and the following token each take numbers of their own.
@@ -65,7 +65,9 @@ class _Row:
         self.finish: Literal["stop", "length"] | None = None
 
     def commit(self, tokens: list[int], eos: frozenset[int], limit: int) -> int:
-        """Append `tokens` up to an end-of-sequence token (included) or the limit; how many the end alone lets through."""
+        """Append `tokens` up to an end-of-sequence token (included) or the limit; how many the end alone lets
+        through.
+        """
         self.length += len(tokens)
         end = next((i + 1 for i, token in enumerate(tokens) if token in eos), None)
         emitted = tokens if end is None else tokens[:end]
@@ -105,11 +107,12 @@ def decode(
     k: int,
     max_new_tokens: int,
     eos: Sequence[int] = (),
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Decoded]:
-    """Continue `prompts` (token ids) by at most `max_new_tokens` each, drafting `k` tokens a step; results in the order given.
+    """Continue `prompts` (token ids) by at most `max_new_tokens` each, drafting `k` tokens a step; results in the
+    order given.
 
     `drafts` None decodes plainly, one token a step. `keys` name the rows and seed their randomness.
     `progress` is called with (rows finished, new tokens so far) after each step.
@@ -120,8 +123,11 @@ def decode(
     live = list(rows)
     capacity = max(len(prompt) for prompt in prompts) + max_new_tokens + k + 1
     # Draw K drafts, decide K acceptances, draw one token a step; a row takes at most max_new_tokens steps.
-    uniforms = None if sampling.greedy else torch.from_numpy(
-        np.stack([row_uniforms(seed, key, max_new_tokens + 1, 2 * k + 1) for key in keys]))
+    uniforms = (
+        None
+        if sampling.greedy
+        else torch.from_numpy(np.stack([row_uniforms(seed, key, max_new_tokens + 1, 2 * k + 1) for key in keys]))
+    )
     if drafts is not None:
         drafts.start(len(rows), capacity)
 
@@ -141,7 +147,9 @@ def decode(
         if any(row.finish for row in live):
             kept = surviving_rows([row.finish is None for row in live])
             live, index = [live[i] for i in kept], torch.tensor(kept, dtype=torch.int64)
-            committed = Committed(committed.states[index], committed.tokens[index], committed.start[index], committed.counts[index])
+            committed = Committed(
+                committed.states[index], committed.tokens[index], committed.start[index], committed.counts[index]
+            )
             uniforms = None if uniforms is None else uniforms[index]
             if live:
                 target.keep(index)
@@ -152,8 +160,17 @@ def decode(
         if not live:
             return [row.result() for row in rows]
         step += 1
-        committed = _step(target, drafts, live, committed, k, ends, max_new_tokens, sampling,
-                          None if uniforms is None else uniforms[:, step])
+        committed = _step(
+            target,
+            drafts,
+            live,
+            committed,
+            k,
+            ends,
+            max_new_tokens,
+            sampling,
+            None if uniforms is None else uniforms[:, step],
+        )
 
 
 def _first_tokens(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -> Tensor:
@@ -163,15 +180,24 @@ def _first_tokens(logits: Tensor, uniforms: Tensor | None, sampling: Sampling) -
 
 
 def _step(
-    target: CachedTarget, drafts: Drafts | None, live: list[_Row], committed: Committed, k: int,
-    ends: frozenset[int], limit: int, sampling: Sampling, u: Tensor | None,
+    target: CachedTarget,
+    drafts: Drafts | None,
+    live: list[_Row],
+    committed: Committed,
+    k: int,
+    ends: frozenset[int],
+    limit: int,
+    sampling: Sampling,
+    u: Tensor | None,
 ) -> Committed:
     """Draft, verify and commit once for all live rows; what became certain."""
     root = committed.last.unsqueeze(1)
     drafted, q = root[:, :0], None
     if drafts is not None:
         draw_drafts = u is not None and sampling.drafting == "probabilistic"
-        proposal = drafts.propose(committed, k, sampling.temperature, u[:, :k] if u is not None and draw_drafts else None)
+        proposal = drafts.propose(
+            committed, k, sampling.temperature, u[:, :k] if u is not None and draw_drafts else None
+        )
         drafted, q = proposal.tokens, proposal.q
     start = torch.tensor([row.length - 1 for row in live])
     read = target.verify(torch.cat([root, drafted], dim=1), start.unsqueeze(1) + torch.arange(k + 1))
@@ -180,7 +206,9 @@ def _step(
         verdict = verify_greedy(read.logits, drafted)
     else:
         verdict = verify_sampled(read.logits, drafted, q, u[:, k:], sampling.temperature, sampling.top_p)
-    tokens = torch.cat([drafted, root], dim=1).scatter_(1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1))
+    tokens = torch.cat([drafted, root], dim=1).scatter_(
+        1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1)
+    )
     for row, accepted, chain in zip(live, verdict.accepted.tolist(), tokens.tolist(), strict=True):
         emitted = row.commit(chain[: accepted + 1], ends, limit)
         if drafts is not None:

@@ -1,10 +1,12 @@
 """Drafters as the decoder sees them: told what was committed, they propose a chain of K tokens a row.
 
 The EAGLE-3 chain first reads one row for every newly committed position (the target's true states there, the token that
-followed), which also replaces the cached rows that it had made from its own guesses; then it walks K-1 single steps on its
-own output. Table drafters (unigram, bigram, repeat) are the trivial baselines: the next token is looked up by the last.
+followed), which also replaces the cached rows that it had made from its own guesses; then it walks K-1 single steps
+on its own output. Table drafters (unigram, bigram, repeat) are the trivial baselines: the next token is looked up by
+the last.
 
-Shape legend: B rows, N newly committed positions (right-padded), K drafts, A captured layers of width Ht, V target vocabulary.
+Shape legend: B rows, N newly committed positions (right-padded), K drafts, A captured layers of width Ht, V target
+vocabulary.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class Committed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens: [B, K] int64 drafted, target ids. q: [B, K, V] fp32, the law each was drawn from; None = chosen greedily."""
+    """tokens: [B, K] int64 drafted, target ids. q: [B, K, V] fp32, the law each was drawn from; None = chosen
+    greedily.
+    """
 
     tokens: Tensor
     q: Tensor | None = None
@@ -88,11 +92,14 @@ class Eagle3Chain:
     def propose(self, committed: Committed, k: int, temperature: float, u: Tensor | None) -> Proposal:
         hidden = self._read(committed)
         position = committed.start + committed.counts - 1
-        tokens, laws = [], []
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
         for step in range(k):
             if step:
                 embeds = self.embedding[tokens[-1]].unsqueeze(1)
-                hidden = self.drafter.step(hidden.unsqueeze(1), embeds, (position + step).unsqueeze(1), self.cache)[:, 0]
+                hidden = self.drafter.step(hidden.unsqueeze(1), embeds, (position + step).unsqueeze(1), self.cache)[
+                    :, 0
+                ]
             logits = self.drafter.logits(hidden)
             if u is None:
                 drafted = logits.argmax(dim=-1)
@@ -153,10 +160,11 @@ class TableDrafts:
 def baseline_tables(
     samples: Iterable[tuple[NDArray[np.integer], NDArray[np.bool_]]], vocab_size: int
 ) -> dict[str, NDArray[np.int64]]:
-    """Tables of the trivial drafters, from the supervised tokens of `samples` (input ids, loss mask; one pair a sample).
+    """Tables of the trivial drafters, from the supervised tokens of `samples` (input ids, loss mask; one pair a
+    sample).
 
-    unigram: always the most frequent supervised token. bigram: the most frequent supervised successor of the last token,
-    the unigram's where it has none. repeat: the last token again. Ties go to the smaller id.
+    unigram: always the most frequent supervised token. bigram: the most frequent supervised successor of the last
+    token, the unigram's where it has none. repeat: the last token again. Ties go to the smaller id.
     """
     counts = np.zeros(vocab_size, dtype=np.int64)
     pairs: list[NDArray[np.int64]] = []

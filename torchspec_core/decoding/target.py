@@ -2,8 +2,9 @@
 
 Rows accept different numbers of tokens, so their contexts grow at different speeds. The cache slot of a token is its
 position in its own row: a rejected token leaves stale keys behind, which the next step overwrites before anything can
-see them (a query at position p sees slots 0..p). So nothing is ever rolled back, shifted or compacted along the sequence.
-Rows that finish are dropped by moving the last live rows into their places; the buffers are used up to the live count.
+see them (a query at position p sees slots 0..p). So nothing is ever rolled back, shifted or compacted along the
+sequence. Rows that finish are dropped by moving the last live rows into their places; the buffers are used up to the
+live count.
 
 Keys and values are stored once per key-value head, and the query heads that share one are folded into the query axis,
 so a step neither repeats nor copies the cache. The un-normed residual streams that a drafter reads are caught in the
@@ -36,7 +37,12 @@ LOGIT_MODIFIERS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 
 
 def folded_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of `query[B, Hq, Q, D]` on `key, value[B, Hkv, W, D]`, returned as [B, Q, Hq, D].
@@ -46,13 +52,15 @@ def folded_attention(
     """
     if attention_mask is None:
         out = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
+            query, key, value, is_causal=query.shape[2] > 1, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
         return out.transpose(1, 2).contiguous(), None
     rows, heads, length, width = query.shape
     groups = heads // key.shape[1]
     folded = query.reshape(rows, key.shape[1], groups * length, width)
     out = functional.scaled_dot_product_attention(
-        folded, key, value, attn_mask=attention_mask.repeat(1, 1, groups, 1), scale=scaling)
+        folded, key, value, attn_mask=attention_mask.repeat(1, 1, groups, 1), scale=scaling
+    )
     return out.reshape(rows, heads, length, width).transpose(1, 2).contiguous(), None
 
 
@@ -134,8 +142,10 @@ class CachedTarget:
         _refuse_unfaithful(model)
         missing = [layer for layer in layers if not 0 <= layer < facts.num_layers]
         if missing:
-            raise UserError(f"the target has decoder layers 0..{facts.num_layers - 1}, but the drafter reads layer "
-                            f"{missing[0]}: it was trained for another target.")
+            raise UserError(
+                f"the target has decoder layers 0..{facts.num_layers - 1}, but the drafter reads layer "
+                f"{missing[0]}: it was trained for another target."
+            )
         self.model = model.eval()
         self.model.set_attn_implementation(ATTENTION)
         self.facts = facts
@@ -148,7 +158,7 @@ class CachedTarget:
     @property
     def embedding(self) -> Tensor:
         """[V, H], the input embedding, which the drafter shares."""
-        weight: Tensor = self.model.get_input_embeddings().weight  # type: ignore[assignment]
+        weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
     def close(self) -> None:
@@ -164,7 +174,9 @@ class CachedTarget:
         window = self._window = _Window(rows=len(prompts), capacity=capacity, prefill=True)
         layers = [_PositionLayer(window) for _ in range(self.facts.num_layers)]
         self._cache = Cache(layers=list(layers))
-        states = torch.zeros(len(prompts), max(lengths), self.facts.hidden_size * len(self.layers), dtype=self.model.dtype)
+        states = torch.zeros(
+            len(prompts), max(lengths), self.facts.hidden_size * len(self.layers), dtype=self.model.dtype
+        )
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
         for rows in _by_length(lengths, PREFILL_TOKENS):
             longest = max(lengths[row] for row in rows)
@@ -196,8 +208,13 @@ class CachedTarget:
         additive = None
         if mask is not None:  # made additive here, once: the kernel would convert a boolean mask in every layer
             additive = torch.zeros(mask.shape, dtype=self.model.dtype).masked_fill_(~mask, float("-inf"))
-        out = self.decoder(input_ids=tokens, attention_mask=additive, position_ids=positions,
-                           past_key_values=self._cache, use_cache=True)
+        out = self.decoder(
+            input_ids=tokens,
+            attention_mask=additive,
+            position_ids=positions,
+            past_key_values=self._cache,
+            use_cache=True,
+        )
         hidden: Tensor = out.last_hidden_state
         if not self.layers:
             return hidden, hidden[..., :0]
@@ -210,8 +227,8 @@ class CachedTarget:
         self._window.live = len(rows)
         moved = (rows != torch.arange(len(rows))).nonzero().squeeze(1)
         for layer in self._cache.layers:
-            for buffer in (layer.keys, layer.values):  # type: ignore[union-attr]
-                buffer[moved] = buffer[rows[moved]]  # type: ignore[index]
+            for buffer in (layer.keys, layer.values):
+                buffer[moved] = buffer[rows[moved]]
 
 
 def _by_length(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -230,12 +247,16 @@ def _refuse_unfaithful(model: PreTrainedModel) -> None:
     name = config.architectures[0] if config.architectures else type(model).__name__
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or (not hasattr(config, "layer_types") and getattr(config, "sliding_window", None)):
-        raise UserError(f"the reference decoder serves targets with full attention only, but {name} has "
-                        f"{', '.join(sorted(kinds - {'full_attention'})) or 'a sliding window'}; evaluate it in vLLM.")
+        raise UserError(
+            f"the reference decoder serves targets with full attention only, but {name} has "
+            f"{', '.join(sorted(kinds - {'full_attention'})) or 'a sliding window'}; evaluate it in vLLM."
+        )
     for field_name in LOGIT_MODIFIERS:
         if getattr(config, field_name, None) not in (None, 0, 1, 1.0):
-            raise UserError(f"the reference decoder applies the target's bare head, but {name} sets {field_name}; "
-                            "evaluate it in vLLM.")
+            raise UserError(
+                f"the reference decoder applies the target's bare head, but {name} sets {field_name}; "
+                "evaluate it in vLLM."
+            )
 
 
 def load_target(folder: Path, dtype: str, layers: Sequence[int] = (), threads: int = 0) -> CachedTarget:

@@ -2,8 +2,8 @@
 
 Whatever the drafter proposes, the tokens that come out follow the target's own law: exactly its argmax at temperature
 zero, exactly its distribution after temperature and top_p otherwise (speculative sampling, arXiv 2211.17192, standard
-rule). Distributions are fp32; acceptance compares `u * Q(x) < P(x)`, so nothing is divided; the numbers that draw drafts,
-decide acceptance and draw the last token must be independent of each other, which is why they are arguments.
+rule). Distributions are fp32; acceptance compares `u * Q(x) < P(x)`, so nothing is divided; the numbers that draw
+drafts, decide acceptance and draw the last token must be independent of each other, which is why they are arguments.
 
 Shape legend: B rows, K drafted tokens a row, V target vocabulary. P is the target's distribution, Q the one that the
 drafted token was really drawn from.
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Nuclei are mostly narrow: look among this many tokens first, and sort the whole vocabulary only for the rows that need it.
+# Nuclei are mostly narrow: look among this many tokens first, and sort the whole vocabulary only for the rows that
+# need it.
 NUCLEUS_WIDTH = 512
 
 
@@ -74,9 +75,11 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 
 def verify_greedy(logits: Tensor, drafts: Tensor) -> Verdict:
-    """Verify `drafts[B, K]` int64 at temperature zero; `logits[B, K+1, V]` are the target's after the root and each draft.
+    """Verify `drafts[B, K]` int64 at temperature zero; `logits[B, K+1, V]` are the target's after the root and each
+    draft.
 
-    A draft is accepted while it equals the target's argmax; the following token is the argmax after the last accepted one.
+    A draft is accepted while it equals the target's argmax; the following token is the argmax after the last accepted
+    one.
     """
     best = logits.argmax(dim=-1)
     matches = (best[:, :-1] == drafts).long()

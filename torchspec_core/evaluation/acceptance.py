@@ -2,9 +2,9 @@
 
 Every set is decoded twice by the reference decoder: greedily, and at the recipe's temperature and top_p with lossless
 verification and drafts drawn from the drafter's own distribution (the sampling of drafts changes acceptance, so it is
-recorded beside it). Each set and mode is a shard of its own, so an interrupted evaluation continues at the next one. The trivial
-drafters are replayed along the greedy text, which is what verification would have made of any drafter. vLLM then serves the
-exported drafter, and its counters stand beside ours.
+recorded beside it). Each set and mode is a shard of its own, so an interrupted evaluation continues at the next one.
+The trivial drafters are replayed along the greedy text, which is what verification would have made of any drafter.
+vLLM then serves the exported drafter, and its counters stand beside ours.
 
 All numbers are flat in `evaluation.json`; `samples.jsonl` has every prompt with its text and its steps.
 """
@@ -49,18 +49,27 @@ def build(job: Job) -> None:
     sets = {name: _prompts(job, name, renderer, facts) for name in evaluation["sets"]}
     work = _Work(job, facts, renderer, total=2 * sum(map(len, sets.values())) * evaluation["max_new_tokens"])
     job.workspace.expect(2 * len(sets) + bool(serving["vllm"] and SERVED_SET in sets) + 2)
-    rows = {(name, mode): work.rows(name, mode, prompts) for mode in (GREEDY, SAMPLED) for name, prompts in sets.items()}
+    rows = {
+        (name, mode): work.rows(name, mode, prompts) for mode in (GREEDY, SAMPLED) for name, prompts in sets.items()
+    }
     work.close()
 
     numbers: dict[str, Any] = {
-        "meta.k": evaluation["k"], "meta.temperature": evaluation["temperature"], "meta.top_p": evaluation["top_p"],
-        "meta.dtype": evaluation["dtype"], f"meta.{GREEDY}.drafting": "greedy", f"meta.{SAMPLED}.drafting": "probabilistic",
+        "meta.k": evaluation["k"],
+        "meta.temperature": evaluation["temperature"],
+        "meta.top_p": evaluation["top_p"],
+        "meta.dtype": evaluation["dtype"],
+        f"meta.{GREEDY}.drafting": "greedy",
+        f"meta.{SAMPLED}.drafting": "probabilistic",
         "meta.max_new_tokens": evaluation["max_new_tokens"],
-        "meta.acceptance_length": "1 + accepted drafts per verification step, bonus token included; slots unconditional",
+        "meta.definition": "1 + accepted drafts per verification step, bonus token included; slots are unconditional",
     }
     for (name, mode), done in rows.items():
         numbers |= acceptance([row["steps"] for row in done], evaluation["k"]).flat(f"{name}.{mode}")
-        numbers |= {f"{name}.{mode}.prompts": len(done), f"{name}.{mode}.tokens": sum(len(row["tokens"]) for row in done)}
+        numbers |= {
+            f"{name}.{mode}.prompts": len(done),
+            f"{name}.{mode}.tokens": sum(len(row["tokens"]) for row in done),
+        }
     greedy = rows.get((SERVED_SET, GREEDY), [])
     if greedy:
         numbers |= _baselines(job, facts, greedy)
@@ -70,8 +79,14 @@ def build(job: Job) -> None:
         path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     with job.workspace.shard(SAMPLES) as path:
         _write_rows(path, (row for done in rows.values() for row in done))
-    headline = {name: value for name, value in numbers.items() if name.endswith("acceptance_length") and not isinstance(value, str)}
-    job.workspace.record(rows=sum(map(len, rows.values())), **{name.replace(".", "_"): round(v, 4) for name, v in headline.items()})
+    headline = {
+        name: value
+        for name, value in numbers.items()
+        if name.endswith("acceptance_length") and not isinstance(value, str)
+    }
+    job.workspace.record(
+        rows=sum(map(len, rows.values())), **{name.replace(".", "_"): round(v, 4) for name, v in headline.items()}
+    )
     _log.info("acceptance lengths: %s", ", ".join(f"{name} {value:.3f}" for name, value in headline.items()))
 
 
@@ -82,8 +97,10 @@ def _prompts(job: Job, name: str, renderer: Renderer, facts: TargetFacts) -> lis
     path = job.inputs["prompts"] / f"{name}.jsonl"
     fitting = [prompt for prompt in read_prompts(path, renderer) if len(prompt.token_ids) <= room]
     if not fitting:
-        raise UserError(f"{path}: no prompt fits the target's context of {facts.max_position_embeddings} tokens with "
-                        f"evaluation.max_new_tokens={settings['max_new_tokens']}; lower that, or leave the set out.")
+        raise UserError(
+            f"{path}: no prompt fits the target's context of {facts.max_position_embeddings} tokens with "
+            f"evaluation.max_new_tokens={settings['max_new_tokens']}; lower that, or leave the set out."
+        )
     return fitting[: settings["prompts"]]
 
 
@@ -100,7 +117,9 @@ class _Work:
         shard = f"{name}-{mode}.jsonl"
         settings = self.job.params["evaluation"]
         if self.job.workspace.done(shard) is None:
-            sampling = Sampling() if mode == GREEDY else Sampling(settings["temperature"], settings["top_p"], "probabilistic")
+            sampling = (
+                Sampling() if mode == GREEDY else Sampling(settings["temperature"], settings["top_p"], "probabilistic")
+            )
             rows = self._decode(name, mode, prompts, sampling)
             with self.job.workspace.shard(shard) as path:
                 _write_rows(path, rows)
@@ -120,7 +139,9 @@ class _Work:
         if self._loaded is None:
             dtype = self.job.params["evaluation"]["dtype"]
             drafter, d2t, _ = load_drafter(self.job.inputs["export"], dtype, self.facts)
-            target = load_target(self.job.inputs["target"], dtype, drafter.config.aux_layers, self.job.runtime["run"]["threads"])
+            target = load_target(
+                self.job.inputs["target"], dtype, drafter.config.aux_layers, self.job.runtime["run"]["threads"]
+            )
             self._loaded = target, Eagle3Chain(drafter, target.embedding, d2t)
         return self._loaded
 
@@ -136,16 +157,34 @@ class _Work:
             def report(finished: int, tokens: int, before: int = start) -> None:
                 self.job.progress.update(self.done + before * limit + tokens, self.total, "tokens", f"{name} {mode}")
 
-            decoded = decode(target, drafts, [prompt.token_ids for prompt in batch], keys=[prompt.sample_id for prompt in batch],
-                             k=settings["k"], max_new_tokens=limit, eos=self.facts.eos_token_ids, sampling=sampling,
-                             seed=run["seed"], progress=report)
+            decoded = decode(
+                target,
+                drafts,
+                [prompt.token_ids for prompt in batch],
+                keys=[prompt.sample_id for prompt in batch],
+                k=settings["k"],
+                max_new_tokens=limit,
+                eos=self.facts.eos_token_ids,
+                sampling=sampling,
+                seed=run["seed"],
+                progress=report,
+            )
             rows += [self._row(name, mode, prompt, result) for prompt, result in zip(batch, decoded, strict=True)]
         return rows
 
     def _row(self, name: str, mode: str, prompt: Prompt, result: Decoded) -> dict[str, Any]:
-        return {"set": name, "mode": mode, "sample_id": prompt.sample_id, "prompt": prompt.text,
-                "text": self.renderer.decode(result.tokens), "finish": result.finish, "steps": result.steps,
-                "after_end": result.after_end, "tokens": result.tokens, "prompt_ids": prompt.token_ids}
+        return {
+            "set": name,
+            "mode": mode,
+            "sample_id": prompt.sample_id,
+            "prompt": prompt.text,
+            "text": self.renderer.decode(result.tokens),
+            "finish": result.finish,
+            "steps": result.steps,
+            "after_end": result.after_end,
+            "tokens": result.tokens,
+            "prompt_ids": prompt.token_ids,
+        }
 
 
 def _baselines(job: Job, facts: TargetFacts, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -167,8 +206,14 @@ def _served(job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     chosen = rows[: serving["prompts"]]
     if job.workspace.done(VLLM_SHARD) is None:
         request = ServingRequest(
-            target=str(job.inputs["target"]), drafter=str(job.inputs["export"]), prompts=[row["prompt_ids"] for row in chosen],
-            k=k, max_new_tokens=serving["max_new_tokens"], dtype=serving["dtype"], threads=job.runtime["run"]["threads"])
+            target=str(job.inputs["target"]),
+            drafter=str(job.inputs["export"]),
+            prompts=[row["prompt_ids"] for row in chosen],
+            k=k,
+            max_new_tokens=serving["max_new_tokens"],
+            dtype=serving["dtype"],
+            threads=job.runtime["run"]["threads"],
+        )
         job.progress.update(0, 1, "engines", "vLLM, with and without the drafter")
         result = measure_in_child(request, job.workspace.scratch("vllm"), job.workspace.logs / "vllm.log")
         with job.workspace.shard(VLLM_SHARD) as path:
@@ -190,8 +235,10 @@ def _served(job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         f"{prefix}.vllm_text_equal": sum(equal) / len(equal),
         f"{prefix}.vllm_text_as_decoder": sum(same) / len(same),
         f"{prefix}.decoder_acceptance_length_as_vllm": ours.length,
-        f"{prefix}.vllm_seconds": values["seconds"], f"{prefix}.vllm_plain_seconds": values["plain_seconds"],
-        "meta.vllm.dtype": serving["dtype"], "meta.vllm.max_new_tokens": limit,
+        f"{prefix}.vllm_seconds": values["seconds"],
+        f"{prefix}.vllm_plain_seconds": values["plain_seconds"],
+        "meta.vllm.dtype": serving["dtype"],
+        "meta.vllm.max_new_tokens": limit,
     }
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 class Acceptance:
     """Acceptance over the steps of several prompts.
 
-    length: 1 + accepted drafts per step, the bonus token included. stderr: its standard error, with the prompts as clusters
-    (steps of one prompt are alike). slots: for k = 1..K, the share of steps in which draft k was accepted (unconditional, so
-    length = 1 + sum of slots). drafts: steps; draft_tokens = K * drafts were proposed.
+    length: 1 + accepted drafts per step, the bonus token included. stderr: its standard error, with the prompts as
+    clusters (steps of one prompt are alike). slots: for k = 1..K, the share of steps in which draft k was accepted
+    (unconditional, so length = 1 + sum of slots). drafts: steps; draft_tokens = K * drafts were proposed.
     """
 
     length: float
@@ -24,15 +24,19 @@ class Acceptance:
     def flat(self, prefix: str) -> dict[str, float | int]:
         """The numbers under `<prefix>.acceptance_length` and so on."""
         rates = {f"{prefix}.slot_{k}": rate for k, rate in enumerate(self.slots, start=1)}
-        return {f"{prefix}.acceptance_length": self.length, f"{prefix}.acceptance_length_stderr": self.stderr,
-                f"{prefix}.drafts": self.drafts, **rates}
+        return {
+            f"{prefix}.acceptance_length": self.length,
+            f"{prefix}.acceptance_length_stderr": self.stderr,
+            f"{prefix}.drafts": self.drafts,
+            **rates,
+        }
 
 
 def acceptance(prompts: Sequence[Sequence[int]], k: int) -> Acceptance:
     """Statistics of `prompts`: for each, the accepted drafts (0..k) of each step.
 
-    The standard error is that of a ratio estimator over clusters: sqrt(n/(n-1) * sum (a_i - r d_i)^2) / sum d_i, with a_i accepted
-    and d_i steps of prompt i; 0 where fewer than two prompts took a step.
+    The standard error is that of a ratio estimator over clusters: sqrt(n/(n-1) * sum (a_i - r d_i)^2) / sum d_i, with
+    a_i accepted and d_i steps of prompt i; 0 where fewer than two prompts took a step.
     """
     taken = [steps for steps in prompts if len(steps)]
     drafts = sum(len(steps) for steps in taken)

@@ -1,8 +1,8 @@
 """The drafter in a real vLLM: the same prompts with and without it, greedy, and the engine's own counters.
 
 `measure` starts two engines one after the other, in this process; a stage runs it as a child,
-`python -m torchspec_core.evaluation.vllm REQUEST.json RESULT.json`, because vLLM takes over threads and memory for good.
-vLLM drafts greedily, and its counters count whole steps, tokens after the end of the sequence included.
+`python -m torchspec_core.evaluation.vllm REQUEST.json RESULT.json`, because vLLM takes over threads and memory for
+good. vLLM drafts greedily, and its counters count whole steps, tokens after the end of the sequence included.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchspec_core.errors import StageError, UserError
-from torchspec_core.processes import ProcessError, Supervised
+from torchspec_core.processes import Supervised
 from torchspec_core.targets.vllm_cpu import DraftCounters, draft_counters, make_llm, prepare_environment
 
 LIMIT_S = 1800.0
@@ -39,7 +39,9 @@ class ServingRequest:
 
 @dataclass(frozen=True)
 class ServingResult:
-    """texts: new tokens of each prompt with the drafter; plain: without. counters: vLLM's. seconds: of the two generations."""
+    """texts: new tokens of each prompt with the drafter; plain: without. counters: vLLM's. seconds: of the two
+    generations.
+    """
 
     texts: list[list[int]]
     plain: list[list[int]]
@@ -61,19 +63,28 @@ def measure(request: ServingRequest) -> ServingResult:
     return ServingResult(texts, plain, counters, seconds, plain_seconds)
 
 
-def _generate(request: ServingRequest, speculative: dict[str, Any] | None) -> tuple[list[list[int]], DraftCounters, float]:
+def _generate(
+    request: ServingRequest, speculative: dict[str, Any] | None
+) -> tuple[list[list[int]], DraftCounters, float]:
     prepare_environment(request.threads)
     from vllm import SamplingParams, TokensPrompt
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     longest = max(len(prompt) for prompt in request.prompts)
     llm = make_llm(
-        Path(request.target), request.dtype, longest + request.max_new_tokens + request.k + 1,
-        min(request.max_num_seqs, len(request.prompts)), speculative, threads=request.threads)
+        Path(request.target),
+        request.dtype,
+        longest + request.max_new_tokens + request.k + 1,
+        min(request.max_num_seqs, len(request.prompts)),
+        speculative,
+        threads=request.threads,
+    )
     started = time.perf_counter()
     outputs = llm.generate(
         [TokensPrompt(prompt_token_ids=prompt) for prompt in request.prompts],
-        SamplingParams(temperature=0.0, max_tokens=request.max_new_tokens, detokenize=False), use_tqdm=False)
+        SamplingParams(temperature=0.0, max_tokens=request.max_new_tokens, detokenize=False),
+        use_tqdm=False,
+    )
     seconds = time.perf_counter() - started
     counters = draft_counters(llm)
     texts = [list(output.outputs[0].token_ids) for output in outputs]

@@ -14,42 +14,57 @@ tags: [speculative-decoding, eagle3]
 
 # EAGLE-3 drafter for {architecture} ({layers} layers, width {width}, {vocabulary} tokens)
 
-A draft model for speculative decoding. It guesses the next tokens of **one** target, which checks them: the target's answers
-stay as they are and come sooner. For any other target it is useless.
+A draft model for speculative decoding. It guesses the next tokens of **one** target, which checks them: the target's
+answers stay as they are and come sooner. For any other target it is useless.
 
 | | |
 |---|---|
 | target | {architecture}, {layers} layers, hidden size {width}, vocabulary {vocabulary} |
 | reads | the residual stream after 0-based decoder layers {aux} of the target (vLLM ids {vllm_ids}) |
 | drafts | {draft_vocabulary} of the target's {vocabulary} tokens{coverage} |
-| size | one decoder layer, hidden size {hidden}, {heads} query heads over {kv_heads} key-value heads of {head_dim}, MLP {mlp} |
+| size | one layer, hidden size {hidden}, {heads} query and {kv_heads} key-value heads of {head_dim}, MLP {mlp} |
 | embeddings | the target's own, shared by the engine; not in this folder |
 | weights | {dtype}, `model.safetensors`; `d2t[j]` is an offset: target id = j + d2t[j] |
 {validation}
-It was trained on the target's own hidden states, with the training-time test of EAGLE-3 (arXiv 2503.01840), to predict the
-target's next-token distribution. How many tokens it gets accepted is measured by the run that made it: see the run's report.
+It was trained on the target's own hidden states, with the training-time test of EAGLE-3 (arXiv 2503.01840), to predict
+the target's next-token distribution. How many tokens it gets accepted is in the report of the run that made it.
 
 ## Serving
 
 ```python
 from vllm import LLM
 
-llm = LLM(model=TARGET, speculative_config={{"method": "eagle3", "model": THIS_FOLDER, "num_speculative_tokens": 3}})
+drafter = {{"method": "eagle3", "model": THIS_FOLDER, "num_speculative_tokens": 3}}
+llm = LLM(model=TARGET, speculative_config=drafter)
 ```
 """
 
 
 def model_card(config: Mapping[str, Any], target: TargetFacts, validation: Mapping[str, Any]) -> str:
-    """Markdown for `README.md`: `config` is the exported one, `validation` flat numbers of the training run (may be empty)."""
+    """Markdown for `README.md`: `config` is the exported one, `validation` flat numbers of the training run (may be
+    empty).
+    """
     vllm_ids = config["eagle_aux_hidden_state_layer_ids"]
     coverage = validation.get("coverage")
-    numbers = [f"| validation, {name} | {value:.4g} |\n" for name, value in validation.items()
-               if name != "coverage" and isinstance(value, (int, float))]
+    numbers = [
+        f"| validation, {name} | {value:.4g} |\n"
+        for name, value in validation.items()
+        if name != "coverage" and isinstance(value, (int, float))
+    ]
     return _CARD.format(
-        architecture=target.architecture, layers=target.num_layers, width=target.hidden_size, vocabulary=target.vocab_size,
-        aux=", ".join(str(i - 1) for i in vllm_ids), vllm_ids=", ".join(map(str, vllm_ids)),
+        architecture=target.architecture,
+        layers=target.num_layers,
+        width=target.hidden_size,
+        vocabulary=target.vocab_size,
+        aux=", ".join(str(i - 1) for i in vllm_ids),
+        vllm_ids=", ".join(map(str, vllm_ids)),
         draft_vocabulary=config["draft_vocab_size"],
         coverage="" if coverage is None else f" ({coverage:.1%} of the counted tokens)",
-        hidden=config["hidden_size"], heads=config["num_attention_heads"], kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"], mlp=config["intermediate_size"], dtype=config["torch_dtype"], validation="".join(numbers),
+        hidden=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        mlp=config["intermediate_size"],
+        dtype=config["torch_dtype"],
+        validation="".join(numbers),
     )

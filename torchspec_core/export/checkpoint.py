@@ -46,12 +46,16 @@ class Checkpoint:
 def vllm_config(config: Eagle3Config, target: TargetFacts, dtype: str) -> dict[str, Any]:
     """`config.json` of an EAGLE-3 drafter as vLLM 0.32 reads it (V1 and V2 runners)."""
     if config.hidden_size != config.target_hidden_size:
-        raise UserError(f"the drafter is {config.hidden_size} wide and its target {config.target_hidden_size}, but engines share the "
-                        "target's embeddings with an EAGLE-3 drafter: train it with the target's width.")
+        raise UserError(
+            f"the drafter is {config.hidden_size} wide and its target {config.target_hidden_size}, but engines share "
+            "the target's embeddings with an EAGLE-3 drafter: train it with the target's width."
+        )
     ids = [vllm_layer_id(layer) for layer in config.aux_layers]
     if ids != sorted(set(ids)):
-        raise UserError(f"the drafter reads layers {list(config.aux_layers)}, but engines sort the layers they hand over: "
-                        "train it with ascending, different layers.")
+        raise UserError(
+            f"the drafter reads layers {list(config.aux_layers)}, but engines sort the layers they hand over: "
+            "train it with ascending, different layers."
+        )
     return {
         "architectures": [ARCHITECTURES[0]],
         "model_type": "llama",
@@ -99,7 +103,10 @@ def eagle3_checkpoint(drafter_folder: Path, target_folder: Path, vocabulary_fold
     config = Eagle3Config.from_json(read_json(drafter_folder / "drafter.json"))
     facts = read_facts(target_folder)
     check_target(
-        {"vocab_size": config.vocab_size, "target_hidden_size": config.target_hidden_size}, facts, where=str(drafter_folder))
+        {"vocab_size": config.vocab_size, "target_hidden_size": config.target_hidden_size},
+        facts,
+        where=str(drafter_folder),
+    )
     stored = read_json(target_folder / CONFIG)
     dtype = str(stored.get("torch_dtype") or stored.get("dtype") or "float32")
     tensors = _named_tensors(config, _read_tensors(drafter_folder / "drafter.safetensors"), drafter_folder)
@@ -139,10 +146,11 @@ def build(job: Job) -> None:
 def load_drafter(
     folder: Path, dtype: str, target: TargetFacts | None = None
 ) -> tuple[Eagle3Drafter, Tensor | None, Tensor | None]:
-    """(drafter in `dtype`, d2t [V_d] int64 offsets, t2d [V] bool) of an exported folder; both None with a full vocabulary.
+    """(drafter in `dtype`, d2t [V_d] int64 offsets, t2d [V] bool) of an exported folder; both None with a full
+    vocabulary.
 
-    With `target` given, a drafter of another target is refused by name. Raises UserError for missing, extra or misshapen
-    tensors, contradicting layer ids, an architecture or a form that this project does not compute.
+    With `target` given, a drafter of another target is refused by name. Raises UserError for missing, extra or
+    misshapen tensors, contradicting layer ids, an architecture or a form that this project does not compute.
     """
     values = read_json(folder / CONFIG)
     config = drafter_config(values, where=str(folder / CONFIG))
@@ -151,13 +159,17 @@ def load_drafter(
     raw = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in _read_tensors(folder / WEIGHTS).items()}
     maps = {name: raw.pop(name) for name in ("d2t", "t2d") if name in raw}
     drafter = Eagle3Drafter(config).to(DTYPES[dtype])
-    drafter.load_state_dict({name: tensor.to(DTYPES[dtype]) for name, tensor in _named_tensors(config, raw, folder).items()})
+    drafter.load_state_dict(
+        {name: tensor.to(DTYPES[dtype]) for name, tensor in _named_tensors(config, raw, folder).items()}
+    )
     drafter.eval().requires_grad_(False)
     if config.draft_vocab_size == config.vocab_size:
         return drafter, None, None
     if "d2t" not in maps:
-        raise UserError(f"{folder / WEIGHTS}: the tensor d2t is missing, but only {config.draft_vocab_size} of "
-                        f"{config.vocab_size} tokens can be drafted; export the drafter again.")
+        raise UserError(
+            f"{folder / WEIGHTS}: the tensor d2t is missing, but only {config.draft_vocab_size} of "
+            f"{config.vocab_size} tokens can be drafted; export the drafter again."
+        )
     d2t = maps["d2t"].long()
     _check_d2t(d2t, config, where=str(folder / WEIGHTS))
     t2d = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, d2t + torch.arange(len(d2t)), True)
@@ -170,11 +182,15 @@ def drafter_config(values: Mapping[str, Any], where: str = CONFIG) -> Eagle3Conf
     """The drafter's shape from an exported `config.json`; layer ids back to canonical."""
     architecture = str((values.get("architectures") or ["(none)"])[0])
     if architecture not in ARCHITECTURES:
-        raise UserError(f"{where}: {architecture} is no EAGLE-3 drafter of this project ({ARCHITECTURES[0]}); serve it in an "
-                        "engine that knows it.")
+        raise UserError(
+            f"{where}: {architecture} is no EAGLE-3 drafter of this project ({ARCHITECTURES[0]}); serve it in an "
+            "engine that knows it."
+        )
     switched_on = [name for name in UNSUPPORTED if values.get(name) or (values.get("eagle_config") or {}).get(name)]
     if switched_on:
-        raise UserError(f"{where}: {switched_on[0]} is set, a form of EAGLE-3 that this project does not compute; serve it in vLLM.")
+        raise UserError(
+            f"{where}: {switched_on[0]} is set, a form of EAGLE-3 that this project does not compute; serve it in vLLM."
+        )
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     try:
         return Eagle3Config(
@@ -188,7 +204,9 @@ def drafter_config(values: Mapping[str, Any], where: str = CONFIG) -> Eagle3Conf
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             aux_layers=tuple(vllm_id - 1 for vllm_id in _aux_ids(values, where)),
             rms_norm_eps=values["rms_norm_eps"],
-            rope=RopeConfig(theta=float(rope.get("rope_theta") or values["rope_theta"]), kind=rope.get("rope_type", "default")),
+            rope=RopeConfig(
+                theta=float(rope.get("rope_theta") or values["rope_theta"]), kind=rope.get("rope_type", "default")
+            ),
             max_position_embeddings=values["max_position_embeddings"],
             norm_before_residual=bool(values.get("norm_before_residual", False)),
         )
@@ -201,10 +219,14 @@ def _aux_ids(values: Mapping[str, Any], where: str) -> list[int]:
     nested = (values.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = values.get("eagle_aux_hidden_state_layer_ids") or nested
     if not ids:
-        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids is missing: nobody can tell which layers the drafter reads.")
+        raise UserError(
+            f"{where}: eagle_aux_hidden_state_layer_ids is missing: nobody can tell which layers the drafter reads."
+        )
     if nested not in (None, ids) or values.get("num_aux_hidden_states", len(ids)) != len(ids):
-        raise UserError(f"{where}: eagle_aux_hidden_state_layer_ids {list(ids)}, its copy in eagle_config {nested} and "
-                        f"num_aux_hidden_states {values.get('num_aux_hidden_states')} contradict each other; export again.")
+        raise UserError(
+            f"{where}: eagle_aux_hidden_state_layer_ids {list(ids)}, its copy in eagle_config {nested} and "
+            f"num_aux_hidden_states {values.get('num_aux_hidden_states')} contradict each other; export again."
+        )
     return list(ids)
 
 
@@ -218,8 +240,10 @@ def check_target(values: Mapping[str, Any], target: TargetFacts, where: str) -> 
     )
     for name, mine, theirs in pairs:
         if mine is not None and mine != theirs:
-            raise UserError(f"{where} was trained for a target with {name} {mine}, but this one ({target.architecture}) has "
-                            f"{theirs}: use the drafter's own target, or train one for this target.")
+            raise UserError(
+                f"{where} was trained for a target with {name} {mine}, but this one ({target.architecture}) has "
+                f"{theirs}: use the drafter's own target, or train one for this target."
+            )
 
 
 def _validation(folder: Path) -> dict[str, Any]:
@@ -246,7 +270,9 @@ def _named_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: 
         raise UserError(f"{folder}: the tensors are not those of its config: {'; '.join(parts)}.")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise UserError(f"{folder}: the tensor {name} has shape {list(tensors[name].shape)}, its config says {list(shape)}.")
+            raise UserError(
+                f"{folder}: the tensor {name} has shape {list(tensors[name].shape)}, its config says {list(shape)}."
+            )
     return {name: tensors[name] for name in expected}
 
 
@@ -263,11 +289,15 @@ def _vocabulary(folder: Path, config: Eagle3Config) -> tuple[Tensor, Tensor]:
 
 def _check_d2t(d2t: Tensor, config: Eagle3Config, where: str) -> None:
     if len(d2t) != config.draft_vocab_size:
-        raise UserError(f"{where} maps {len(d2t)} draft tokens, but the drafter's head has {config.draft_vocab_size}; they "
-                        "come from different runs.")
+        raise UserError(
+            f"{where} maps {len(d2t)} draft tokens, but the drafter's head has {config.draft_vocab_size}; they "
+            "come from different runs."
+        )
     ids = d2t + torch.arange(len(d2t))
     if bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= config.vocab_size:
-        raise UserError(f"{where}: d2t must hold offsets (target id = j + d2t[j]) to ascending ids below {config.vocab_size}.")
+        raise UserError(
+            f"{where}: d2t must hold offsets (target id = j + d2t[j]) to ascending ids below {config.vocab_size}."
+        )
 
 
 def _write(checkpoint: Checkpoint, name: str, path: Path) -> None:
