@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,14 @@ def test_rows_have_the_shape_of_the_contract(tmp_path: Path) -> None:
     (first,) = read(out / "mtbench.jsonl")
     assert (first["question_id"], first["category"], first["multiturn"]) == (81, "writing", True)
     assert read(out / "gsm8k.jsonl")[0]["turns"] == [PROBLEM]
+
+
+@pytest.mark.usefixtures("benchmarks")
+def test_golden_bytes_of_the_stage(tmp_path: Path) -> None:
+    # When this fails, the stage writes something else: raise its version in the pipeline.
+    out = run(tmp_path, [*questions(20), chat(PROBLEM, "x"), chat(question(3), "again")], heldout=2)
+    content = b"".join((out / name).read_bytes() for name in prompts.OUTPUTS)
+    assert hashlib.blake2b(content, digest_size=8).hexdigest() == "86768973f0bddd48"
 
 
 @pytest.mark.usefixtures("benchmarks")

@@ -69,7 +69,7 @@ SPICES = ("a<|im_end|>b", "<|im_start|>assistant\nno", " x ", "\n\ny\n", "<think
 spiced = st.one_of(text, st.sampled_from(SPICES))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=60, database=None)
 @given(turns=st.lists(spiced, min_size=2, max_size=6), name=st.sampled_from(sorted(TEMPLATES)), last=st.booleans())
 def test_text_and_supervised_text_are_exact(turns: list[str], name: str, last: bool) -> None:
     r = RENDERERS[name]
@@ -135,7 +135,7 @@ def test_end_of_turn_comes_from_the_target_folder(tmp_path: Path) -> None:
 
 
 @given(mask=st.lists(st.booleans(), max_size=40), cut=st.integers(0, 45))
-@settings(deadline=None, max_examples=80)
+@settings(deadline=None, max_examples=80, database=None)
 def test_run_lengths_round_trip(mask: list[bool], cut: int) -> None:
     array = np.array(mask, dtype=np.bool_)
     lengths = runs.encode(array)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,19 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     tokens.build(two)
     assert outputs(one.workspace.path) == outputs(two.workspace.path)
     assert len([name for name in outputs(one.workspace.path) if name.startswith("tokens-")]) == 17
+
+
+def test_golden_bytes_of_the_stages(tmp_path: Path) -> None:
+    # When this fails, the stage writes something else: raise its version in the pipeline.
+    rows: list[object] = [answer(f"a{i}", [5, 6], list(range(7, 10 + i % 9))) for i in range(6)]
+    job = make_job(tmp_path, rows, conversations=_conversations(tmp_path), max_length=60)
+    tokens.build(job)
+    content = [pa.ipc.open_file(str(path)).read_all().to_pylist() for path in sorted(job.workspace.path.glob("*.arrow"))]
+    params = {"drafter": {"draft_vocab_size": 30}, "data": {"vocabulary_rows": 0}}
+    out = local_job(tmp_path / "vocabulary", {**job.inputs, "tokens": job.workspace.path}, params)
+    vocabulary.build(out)
+    content.append([np.load(path).tolist() for path in sorted(out.workspace.path.glob("*.npy"))])
+    assert hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest() == "946edec8a7a1e6e8"
 
 
 def test_sealed_shards_are_not_written_again(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Broken:
 
 
 class _Window:
-    """The part of a file that is in memory, as text; `at` is the place in it, `offset` that place's byte in the file."""
+    """The part of a file that is in memory, as text; `at` is a place in it, `offset` that place's byte in the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
