@@ -152,7 +152,8 @@ def test_golden_bytes_of_the_stages(tmp_path: Path) -> None:
     rows: list[object] = [answer(f"a{i}", [5, 6], list(range(7, 10 + i % 9))) for i in range(6)]
     job = make_job(tmp_path, rows, conversations=_conversations(tmp_path), max_length=60)
     tokens.build(job)
-    content = [pa.ipc.open_file(str(path)).read_all().to_pylist() for path in sorted(job.workspace.path.glob("*.arrow"))]
+    shards = sorted(job.workspace.path.glob("*.arrow"))
+    content = [pa.ipc.open_file(str(path)).read_all().to_pylist() for path in shards]
     params = {"drafter": {"draft_vocab_size": 30}, "data": {"vocabulary_rows": 0}}
     out = local_job(tmp_path / "vocabulary", {**job.inputs, "tokens": job.workspace.path}, params)
     vocabulary.build(out)
