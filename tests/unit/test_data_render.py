@@ -143,3 +143,10 @@ def test_run_lengths_round_trip(mask: list[bool], cut: int) -> None:
     assert runs.decode(runs.truncate(lengths, cut)).tolist() == mask[:cut]
     assert runs.supervised(lengths) == sum(mask)
     assert runs.merge((1, value) for value in mask) == lengths
+
+
+def test_prompt_is_what_stands_before_the_first_answer() -> None:
+    r = renderer()
+    for question in ("hi", "a<|im_end|>b"):
+        (sample,) = r.encode([r.pieces(conversation(question, "yo"))])
+        assert r.prompt(conversation(question)) == sample.input_ids[: sample.runs[0]]
