@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -11,15 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import StageError
 from torchspec_core.plots.curves import smoothed
 from torchspec_core.report.build import build
 from torchspec_core.report.document import changed, serve_command
+from torchspec_core.report.pieces import drafted, drafted_pieces
 from torchspec_core.report.render import markdown, page
 from torchspec_core.stages.job import local_job
 
+WORDS = ("Yes: ", "```1 <", " 2```", " & so", " on")
 STAGES = ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation")
 SECONDS = dict(zip(STAGES, (3.5, 1.25, 200.0, 4.0, 2.25, 60.0, 300.0, 1.0, 90.0), strict=True))
 EVALUATION = {
@@ -42,7 +48,13 @@ EVALUATION = {
     "mtbench.greedy.slot_3": 0.04,
     "mtbench.greedy.drafts": 1501,
     "mtbench.greedy.tokens": 2281,
+    "meta.greedy.drafting": "greedy",
+    "meta.t1.drafting": "probabilistic",
     "heldout.greedy.vllm_acceptance_length": 1.549,
+    "heldout.greedy.vllm_drafts": 700,
+    "heldout.greedy.vllm_slot_1": 0.366,
+    "heldout.greedy.vllm_prompts": 38,
+    "heldout.greedy.decoder_acceptance_length_as_vllm": 1.5512,
     "heldout.greedy.vllm_text_equal": 0.975,
     "baseline.unigram.acceptance_length": 1.04,
     "baseline.bigram.acceptance_length": 1.21,
@@ -79,15 +91,17 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     (folders["drafter"] / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folders["drafter"] / "validation.json").write_text(json.dumps({"loss": 4.25, "acc_0": 0.31, "acc_1": 0.1}))
     (folders["evaluation"] / "evaluation.json").write_text(json.dumps(EVALUATION))
-    samples = [
-        {
-            "set": "heldout",
-            "mode": "greedy",
-            "prompt": "Is 1 < 2?",
-            "answer": "Yes: ```1 < 2``` & so on",
-            "acceptance_length": 1.75,
-        }
-    ]
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="?"))
+    tokenizer.decoder = Fuse()
+    tokenizer.save(str(folders["target"] / "tokenizer.json"))
+    sample = {
+        "set": "heldout",
+        "prompt": "Is 1 < 2?",
+        "text": "".join(WORDS),
+        "tokens": [0, 1, 2, 3, 4],
+        "steps": [2, 0],
+    }
+    samples = [{**sample, "mode": "t1", "prompt": "not shown"}, *({**sample, "mode": "greedy"} for _ in range(3))]
     (folders["evaluation"] / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in samples))
     return folders
 
@@ -149,14 +163,17 @@ def test_html_shows_the_numbers_and_loads_nothing(report: Path) -> None:
     heldout = next(row for row in cells.rows if row[:2] == ["held-out prompts", "greedy"])
     assert heldout == ["held-out prompts", "greedy", "1.56 ± 0.02", "0.371", "0.142", "0.048", "1,480", "2,310"]
     assert next(row for row in cells.rows if "bigram" in row[1])[2] == "1.21"
-    assert next(row for row in cells.rows if "vLLM" in row[1])[2] == "1.55"
+    assert next(row for row in cells.rows if "vLLM" in row[1])[2:7] == ["1.55", "0.366", "—", "—", "700"]
     assert next(row for row in cells.rows if row[0] == "total")[2] == "662.0"
     assert next(row for row in cells.rows if row[0] == "accuracy, depth 1")[1:] == ["0.030", "0.360", "0.310"]
     assert not cells.loads, cells.loads
     assert ["versions", "torchspec 0.0.7, commit abcdef012345, torch 9.9.9, python 3.99"] in cells.rows
     assert "1 + accepted draft tokens per verification step" in text
-    assert "Yes: ```1 &lt; 2``` &amp; so on" in text
-    assert text.count("<svg") == 4 and "prefers-color-scheme: dark" in text and "98 % of 40 held-out" in text
+    assert text.count("Yes: <mark>```1 &lt; 2```</mark> &amp; so on") == 2 and "not shown" not in text
+    assert "held-out prompts: 2.00 tokens a step" in text
+    assert "greedy (drafts greedy); T=1, top-p 0.95 (drafts probabilistic)" in text
+    assert "counting as vLLM does, has 1.551; vLLM's counters say 1.549" in html.unescape(text)
+    assert text.count("<svg") == 4 and "prefers-color-scheme: dark" in text and "98 % of 38 held-out" in text
 
 
 def test_figures_are_svg_with_readable_text(report: Path) -> None:
@@ -208,7 +225,7 @@ def test_without_vllm_and_samples(inputs: dict[str, Path], tmp_path: Path) -> No
     )
     build(job)
     text = (tmp_path / "r" / "report.md").read_text()
-    assert "vLLM's counters" not in text and "bigram" not in text and "Sample answers" not in text
+    assert "in vLLM" not in text and "bigram" not in text and "Sample answers" not in text
 
 
 def test_a_missing_file_is_named(inputs: dict[str, Path], tmp_path: Path) -> None:
@@ -216,6 +233,13 @@ def test_a_missing_file_is_named(inputs: dict[str, Path], tmp_path: Path) -> Non
     job = local_job(tmp_path / "r", inputs=inputs, params={}, runtime={"run": {"name": "x"}})
     with pytest.raises(StageError, match=r"validation\.json"):
         build(job)
+
+
+def test_a_character_of_several_tokens_goes_to_the_token_that_completes_it() -> None:
+    parts = [b"a", "é".encode()[:1], "é".encode()[1:], b"z"]
+    pieces = drafted_pieces([0, 1, 2, 3], [1, 0], lambda ids: b"".join(parts[i] for i in ids).decode(errors="replace"))
+    assert pieces == (("aéz", False),)
+    assert drafted(4, [2, 3]) == [False, True, True, False] and drafted(3, []) == [False] * 3
 
 
 def test_smoothing_is_a_trailing_mean() -> None:

@@ -14,10 +14,11 @@ from torchspec_core.plots.acceptance import Bar, acceptance_bars, slot_lines
 from torchspec_core.plots.curves import depth_keys, training_curves
 from torchspec_core.plots.stages import stage_bars
 from torchspec_core.report.facts import DEFINITION, RunFacts, data_line, hardware, versions
+from torchspec_core.report.pieces import drafted_pieces, load_decoder
 
 SETS = {"heldout": "held-out prompts", "mtbench": "MT-Bench", "gsm8k": "GSM8K"}
 BASELINES = {"bigram": "bigram table", "unigram": "most frequent token", "repeat": "repeat the last token"}
-SAMPLES = 6
+SAMPLES_OF_A_SET = 2
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt, the answer, and a line about the drafts in it."""
+    """A prompt and its answer in pieces of text; True marks a piece that the drafter wrote and the target accepted."""
 
     title: str
     prompt: str
-    answer: str
+    pieces: tuple[tuple[str, bool], ...]
 
 
 Block = Heading | Text | Table | Picture | Code | Sample
@@ -74,6 +75,11 @@ Block = Heading | Text | Table | Picture | Code | Sample
 def number(value: Any, digits: int = 2) -> str:
     """A measured number for a table; an em dash where nothing was measured."""
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "—"
+
+
+def count(value: Any) -> str:
+    """A count with thousands separated; an em dash where there is none."""
+    return f"{value:,.0f}" if isinstance(value, int | float) else "—"
 
 
 def with_error(value: Any, stderr: Any) -> str:
@@ -85,6 +91,15 @@ def modes(facts: RunFacts) -> dict[str, str]:
     """Name in the keys -> how the target's tokens were chosen."""
     sampled = f"T={facts.value('evaluation', 'temperature'):g}, top-p {facts.value('evaluation', 'top_p'):g}"
     return {"greedy": "greedy", "t1": sampled}
+
+
+def sampling_line(facts: RunFacts) -> str:
+    """How target and drafter chose their tokens, for each mode."""
+    parts = []
+    for mode, words in modes(facts).items():
+        drafting = facts.evaluation.get(f"meta.{mode}.drafting")
+        parts.append(f"{words} (drafts {drafting})" if drafting else words)
+    return "; ".join(parts)
 
 
 def measured(facts: RunFacts) -> list[tuple[str, str]]:
@@ -121,63 +136,58 @@ def _summary(facts: RunFacts) -> list[Block]:
             f"{drafter['draft_vocab_size']:,} draft tokens",
         ),
         ("data", data_line(facts)),
-        ("K", f"{facts.value('evaluation', 'k')} draft tokens a step, drafted greedily"),
-        ("sampling", "; ".join(modes(facts).values())),
+        ("K", f"{facts.value('evaluation', 'k')} draft tokens a step"),
+        ("sampling", sampling_line(facts)),
         ("machine", "{processor}, {cores} cores, {memory_gib} GiB".format(**hardware(facts))),
         ("versions", ", ".join(f"{name} {version}" for name, version in versions(facts).items())),
     ]
     return [Text(lead), Table(("run", ""), tuple(rows))]
 
 
+def measured_row(values: Mapping[str, Any], prompts: str, decoding: str, stem: str, k: int) -> tuple[str, ...]:
+    """One row of the acceptance table, from the keys that begin with `stem`."""
+    return (
+        prompts,
+        decoding,
+        with_error(values[f"{stem}acceptance_length"], values.get(f"{stem}acceptance_length_stderr")),
+        *(number(values.get(f"{stem}slot_{i}"), 3) for i in range(1, k + 1)),
+        count(values.get(f"{stem}drafts")),
+        count(values.get(f"{stem}tokens")),
+    )
+
+
 def _acceptance(facts: RunFacts) -> list[Block]:
     values, k, names = facts.evaluation, int(facts.value("evaluation", "k")), modes(facts)
-    rows, bars = [], []
-    for name, mode in measured(facts):
-        key = f"{name}.{mode}"
-        length, stderr = values[f"{key}.acceptance_length"], values.get(f"{key}.acceptance_length_stderr")
-        rows.append(
-            (
-                SETS[name],
-                names[mode],
-                with_error(length, stderr),
-                *(number(values.get(f"{key}.slot_{i}"), 3) for i in range(1, k + 1)),
-                f"{values.get(f'{key}.drafts', 0):,.0f}",
-                f"{values.get(f'{key}.tokens', 0):,.0f}",
-            )
+    measurements = [(SETS[name], names[mode], f"{name}.{mode}.", "drafter") for name, mode in measured(facts)]
+    measurements.append((SETS["heldout"], "greedy, in vLLM", "heldout.greedy.vllm_", "vLLM"))
+    measurements += [
+        (SETS["heldout"], f"greedy, {label}", f"baseline.{n}.", "baseline") for n, label in BASELINES.items()
+    ]
+    measurements = [entry for entry in measurements if f"{entry[2]}acceptance_length" in values]
+    bars = [
+        Bar(
+            decoding.removeprefix("greedy, ") if group == "baseline" else f"{prompts}, {decoding}",
+            values[f"{stem}acceptance_length"],
+            values.get(f"{stem}acceptance_length_stderr"),
+            group,
         )
-        bars.append(Bar(f"{SETS[name]}, {names[mode]}", length, stderr, "drafter"))
-    served = values.get("heldout.greedy.vllm_acceptance_length")
-    if served is not None:
-        rows.append((SETS["heldout"], "greedy, vLLM's counters", number(served), *("—" for _ in range(k + 2))))
-    for name, label in BASELINES.items():
-        length = values.get(f"baseline.{name}.acceptance_length")
-        if length is not None:
-            stderr = values.get(f"baseline.{name}.acceptance_length_stderr")
-            rows.append(
-                (
-                    SETS["heldout"],
-                    f"greedy, {label}",
-                    with_error(length, stderr),
-                    *(number(values.get(f"baseline.{name}.slot_{i}"), 3) for i in range(1, k + 1)),
-                    "—",
-                    "—",
-                )
-            )
-            bars.append(Bar(label, length, stderr, "baseline"))
+        for prompts, decoding, stem, group in measurements
+    ]
     blocks: list[Block] = [
         Heading("Acceptance"),
         Text(
-            DEFINITION + f" K = {k}; drafts are the drafter's most likely tokens. "
-            "Slot k: share of the steps in which drafts 1 to k were all accepted. ±: standard error over prompts."
+            f"{DEFINITION} K = {k} drafts a step. Slot k: share of the steps in which drafts 1 to k were all accepted. "
+            "±: standard error, with the prompts as clusters. In vLLM: its own counters, which also count drafts "
+            "accepted after an answer's end. The trivial drafters are tables counted on the training answers."
         ),
         Picture(
             "acceptance.svg",
-            "Acceptance length by benchmark, and trivial drafters on the held-out prompts (grey)",
+            "Acceptance length by benchmark; in grey, trivial drafters on the held-out prompts",
             acceptance_bars(bars, 1.0 + k),
         ),
         Table(
             ("prompts", "decoding", "acceptance length", *(f"slot {i}" for i in range(1, k + 1)), "steps", "tokens"),
-            tuple(rows),
+            tuple(measured_row(values, prompts, decoding, stem, k) for prompts, decoding, stem, _ in measurements),
         ),
     ]
     slots = {
@@ -187,15 +197,24 @@ def _acceptance(facts: RunFacts) -> list[Block]:
     }
     if slots:
         blocks.append(Picture("slots.svg", "Acceptance by slot, greedy", slot_lines(slots)))
-    equal = values.get("heldout.greedy.vllm_text_equal")
-    if equal is not None:
-        blocks.append(
-            Text(
-                f"In vLLM ({facts.value('serving', 'dtype')}, greedy), the text with the drafter equals the text "
-                f"without it on {100 * equal:.0f} % of {facts.value('serving', 'prompts')} held-out prompts."
-            )
-        )
+    if "heldout.greedy.vllm_text_equal" in values:
+        blocks.append(Text(_served_line(facts)))
     return blocks
+
+
+def _served_line(facts: RunFacts) -> str:
+    values, stem = facts.evaluation, "heldout.greedy."
+    line = (
+        f"In vLLM ({facts.value('serving', 'dtype')}, greedy), the text with the drafter equals the text without it on "
+        f"{100 * values[f'{stem}vllm_text_equal']:.0f} % of {values[f'{stem}vllm_prompts']} held-out prompts."
+    )
+    ours = values.get(f"{stem}decoder_acceptance_length_as_vllm")
+    if ours is not None:
+        line += (
+            f" On those answers our decoder, counting as vLLM does, has {number(ours, 3)}; vLLM's counters say "
+            f"{number(values[f'{stem}vllm_acceptance_length'], 3)}."
+        )
+    return line
 
 
 def _training(facts: RunFacts) -> list[Block]:
@@ -245,15 +264,29 @@ def _cost(facts: RunFacts) -> list[Block]:
     ]
 
 
+def chosen_samples(facts: RunFacts) -> list[Mapping[str, Any]]:
+    """The first greedy answers of each set."""
+    greedy = [row for row in facts.samples if row["mode"] == "greedy"]
+    return [row for name in SETS for row in [row for row in greedy if row["set"] == name][:SAMPLES_OF_A_SET]]
+
+
 def _samples(facts: RunFacts) -> list[Block]:
-    chosen = facts.samples[:SAMPLES]
-    blocks: list[Block] = [Heading("Sample answers")] if chosen else []
+    chosen = chosen_samples(facts)
+    if not chosen:
+        return []
+    blocks: list[Block] = [
+        Heading("Sample answers"),
+        Text(
+            "Greedy answers, so these are the target's own words with or without a drafter. On the HTML page the marked "
+            "text is what the drafter wrote and the target accepted."
+        ),
+    ]
+    decode = load_decoder(facts.stage("target").path / "tokenizer.json")
     for row in chosen:
-        title = f"{SETS.get(row['set'], row['set'])}, {modes(facts).get(row['mode'], row['mode'])}"
-        length = row.get("acceptance_length")
-        if length is not None:
-            title += f": {number(length)} tokens a step"
-        blocks.append(Sample(title, row["prompt"], row["answer"]))
+        steps = row["steps"]
+        length = number(1.0 + sum(steps) / max(len(steps), 1))
+        pieces = drafted_pieces(row["tokens"], steps, decode)
+        blocks.append(Sample(f"{SETS[row['set']]}: {length} tokens a step", row["prompt"], pieces))
     return blocks
 
 

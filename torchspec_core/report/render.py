@@ -17,9 +17,9 @@ _PAGE = """<!doctype html>
 <meta name="color-scheme" content="light dark">
 <title>{title}</title>
 <style>
-:root {{ --ink: #1a1d21; --soft: #5a6068; --page: #ffffff; --line: #d9dde2; --shade: #f4f6f8; }}
+:root {{ --ink: #1a1d21; --soft: #5a6068; --page: #ffffff; --line: #d9dde2; --shade: #f4f6f8; --mark: #cfe5d8; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e6e8eb; --soft: #a2a9b1; --page: #16181b; --line: #363b41; --shade: #202328; }} }}
+  :root {{ --ink: #e6e8eb; --soft: #a2a9b1; --page: #16181b; --line: #363b41; --shade: #202328; --mark: #2c5741; }} }}
 body {{ margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 56rem; color: var(--ink); background: var(--page);
   font: 16px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif; }}
 h1 {{ font-size: 1.6rem; line-height: 1.25; }}
@@ -37,6 +37,7 @@ pre {{ background: var(--shade); border: 1px solid var(--line); border-radius: 6
   overflow-x: auto; font: .82rem/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }}
 code {{ background: var(--shade); border-radius: 4px; padding: .1em .3em; font-size: .9em; }}
 details {{ border: 1px solid var(--line); border-radius: 6px; margin: .7rem 0; padding: .5rem .9rem; }}
+mark {{ background: var(--mark); color: inherit; border-radius: 3px; }}
 summary {{ cursor: pointer; }}
 .said {{ white-space: pre-wrap; overflow-wrap: anywhere; }}
 .who {{ color: var(--soft); font-size: .85rem; margin-bottom: 0; }}
@@ -73,7 +74,8 @@ def _markdown(block: Block) -> str:
             return f"![{caption}]({file})"
         case Code(text):
             return f"{_fence(text)}\n{text}\n{_fence(text)}"
-        case Sample(title, prompt, answer):
+        case Sample(title, prompt, pieces):
+            answer = "".join(text for text, _ in pieces)
             fence = max(_fence(prompt), _fence(answer), key=len)
             return f"**{title}**\n\nPrompt:\n\n{fence}\n{prompt}\n{fence}\n\nAnswer:\n\n{fence}\n{answer}\n{fence}"
 
@@ -113,10 +115,14 @@ def _html(block: Block) -> str:
             return f"<figure>\n{inline(svg, label)}<figcaption>{label}</figcaption>\n</figure>"
         case Code(text):
             return f"<pre>{html.escape(text, quote=False)}</pre>"
-        case Sample(title, prompt, answer):
+        case Sample(title, prompt, pieces):
+            answer = "".join(
+                f"<mark>{html.escape(text, quote=False)}</mark>" if flag else html.escape(text, quote=False)
+                for text, flag in pieces
+            )
             said = "".join(
-                f'<p class="who">{who}</p>\n<p class="said">{html.escape(text, quote=False)}</p>\n'
-                for who, text in (("Prompt", prompt), ("Answer", answer))
+                f'<p class="who">{who}</p>\n<p class="said">{text}</p>\n'
+                for who, text in (("Prompt", html.escape(prompt, quote=False)), ("Answer", answer))
             )
             return f"<details>\n<summary>{html.escape(title)}</summary>\n{said}</details>"
 
