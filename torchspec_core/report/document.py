@@ -277,8 +277,8 @@ def _samples(facts: RunFacts) -> list[Block]:
     blocks: list[Block] = [
         Heading("Sample answers"),
         Text(
-            "Greedy answers, so these are the target's own words with or without a drafter. On the HTML page the marked "
-            "text is what the drafter wrote and the target accepted."
+            "Greedy answers, so these are the target's own words with or without a drafter. On the HTML page the "
+            "marked text is what the drafter wrote and the target accepted."
         ),
     ]
     decode = load_decoder(facts.stage("target").path / "tokenizer.json")
