@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,13 +84,15 @@ def _target_files(recipe: Recipe) -> Mapping[str, str]:
     return {name: digest_of_file(path) for name, path in source_files(recipe.target).items()}
 
 
-def _source_files(names: Mapping[str, str | None], benchmarks: bool) -> Mapping[str, str]:
+def _source_files(sources: Sequence[tuple[str, str | None]], benchmarks: bool) -> Mapping[str, str]:
     from torchspec_core.data.packages import BENCHMARK_FILES, SOURCE_FILES, ship
 
     files: dict[str, str] = {}
-    for name, path in names.items():
+    for number, (name, path) in enumerate(sources):
         if path is not None:
-            files[f"{name}:{Path(path).name}"] = digest_of_file(Path(path))
+            files[f"{number}:{Path(path).name}"] = digest_of_file(Path(path))
+        elif name not in SOURCE_FILES:
+            raise UserError(f"source {name!r} of the recipe reads a file: give its path")
         else:
             for file in SOURCE_FILES[name]:
                 files[f"{file.dist}/{file.path}"] = digest_of_file(ship(file.dist, file.path))
@@ -101,15 +103,15 @@ def _source_files(names: Mapping[str, str | None], benchmarks: bool) -> Mapping[
 
 
 def _prompt_files(recipe: Recipe) -> Mapping[str, str]:
-    return _source_files({source.name: source.path for source in recipe.data.prompts}, benchmarks=True)
+    return _source_files([(source.name, source.path) for source in recipe.data.prompts], benchmarks=True)
 
 
 def _conversation_files(recipe: Recipe) -> Mapping[str, str]:
-    return _source_files({source.name: source.path for source in recipe.data.conversations}, benchmarks=False)
+    return _source_files([(source.name, source.path) for source in recipe.data.conversations], benchmarks=False)
 
 
 def _vocabulary_files(recipe: Recipe) -> Mapping[str, str]:
-    return _source_files({"sharegpt": None} if recipe.data.vocabulary_rows else {}, benchmarks=False)
+    return _source_files([("sharegpt", None)] if recipe.data.vocabulary_rows else [], benchmarks=False)
 
 
 def _target_slug(recipe: Recipe) -> str:
@@ -134,7 +136,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         "tokens", 1, "torchspec_core.data.tokens:build", ("target", "prompts", "answers"),
         {"data": ("conversations", "max_length", "min_supervised", "supervise", "max_rejected", "shard_rows", "workers",
-                  "scheduler"), "run": ("seed",)},
+                  "scheduler")},
         _conversation_files, lambda r: f"{_target_slug(r)}-len{r.data.max_length}",
     ),
     Stage(
