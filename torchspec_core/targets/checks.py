@@ -36,8 +36,8 @@ def prompt_ids(folder: Path, text: str) -> list[int]:
     return load_renderer(folder).prompt([Message("user", text)])
 
 
-def _generate(folder: Path, text: str, tokens: int, threads: int) -> tuple[list[int], Any]:
-    model = load_model(folder, "float32", threads)
+def _generate(folder: Path, text: str, tokens: int, dtype: str, threads: int) -> tuple[list[int], Any]:
+    model = load_model(folder, dtype, threads)
     prompt = torch.tensor([prompt_ids(folder, text)])
     with torch.inference_mode():
         logits = model(input_ids=prompt, use_cache=False).logits
@@ -48,7 +48,7 @@ def _generate(folder: Path, text: str, tokens: int, threads: int) -> tuple[list[
 def check_runs(folder: Path, threads: int = 0) -> dict[str, int]:
     """One forward pass and two greedy tokens in transformers; the logits are finite and as wide as the vocabulary."""
     facts = read_facts(folder)
-    answer, logits = _generate(folder, "Hello", 2, threads)
+    answer, logits = _generate(folder, "Hello", 2, "bfloat16", threads)
     if logits.shape[-1] != facts.vocab_size or not logits.isfinite().all() or not answer:
         raise UserError(
             f"{folder}: the target's logits are not finite or not {facts.vocab_size} wide; its weights are damaged."
@@ -108,7 +108,7 @@ def check_round_trip(folder: Path) -> None:
 
 def check_capital(folder: Path, threads: int = 0) -> str:
     """The greedy answer to "What is the capital of France?", which names Paris."""
-    answer, _ = _generate(folder, "What is the capital of France?", 16, threads)
+    answer, _ = _generate(folder, "What is the capital of France?", 16, "float32", threads)
     text = load_renderer(folder).decode(answer)
     if "Paris" not in text:
         raise UserError(
