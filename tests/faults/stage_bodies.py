@@ -41,6 +41,10 @@ def build(job: Job) -> None:
         raise UserError("The file x.json has no rows; add some.")
     if runtime.get("crash"):
         raise ValueError("nothing adds up")
+    if runtime.get("hog"):
+        with open(job.workspace.scratch("hog") / "file", "wb", buffering=0) as hog:
+            while True:
+                hog.write(bytes(4096))
     job.workspace.expect(SHARDS)
     for number in range(job.params["data"]["shards"]):
         name = f"shard-{number}"

@@ -251,6 +251,12 @@ def test_a_disk_without_a_single_byte_is_the_same_sentence(scene: Scene, small_d
     scene.check_sealed()
 
 
+def test_a_child_that_cannot_even_say_so_on_a_full_disk(scene: Scene, small_disk: Path) -> None:
+    scene.root, scene.store = small_disk / "store", StageStore(small_disk / "store")
+    with pytest.raises(UserError, match=r"The disk is full: .* failed with 0 bytes free"):
+        run(scene.root, scene.trace, hog=True)
+
+
 def test_a_read_only_disk_is_one_sentence(scene: Scene, small_disk: Path) -> None:
     scene.root, scene.store = small_disk / "store", StageStore(small_disk / "store")
     subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)

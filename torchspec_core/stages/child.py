@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 import traceback
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,19 +71,23 @@ def run(folder: Path) -> int:
         progress=Progress(workspace.logs / PROGRESS_FILE),
     )
     outcome: dict[str, Any] = {"ok": True}
+    said = ""
     try:
         with ExitStack() as stack:
             _take_lock(folder, stack)
             with disk_errors(folder):
                 load_function(request["function"])(job)
     except UserError as error:
-        sys.stderr.write(f"{error}\n")
         outcome = {"ok": False, "user_error": str(error)}
+        said = f"{error}\n"
     except Exception as error:
-        traceback.print_exc()
         outcome = {"ok": False, "error": f"{type(error).__name__}: {error}".strip()[:2000]}
-    with disk_errors(folder):
+        said = traceback.format_exc()
+    # Both may fail on a full disk; the parent then sees a child without an outcome and looks at the free space.
+    with suppress(OSError):
         write_json(folder / OUTCOME, outcome)
+    with suppress(OSError):
+        sys.stderr.write(said)
     return 0 if outcome["ok"] else 2 if "user_error" in outcome else 1
 
 

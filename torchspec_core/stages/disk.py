@@ -110,7 +110,7 @@ def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
     if number in _DENIED:
         where = error.filename if isinstance(error, OSError) and error.filename else folder
         return UserError(
-            f"Permission denied: {where} cannot be written ({free:,} bytes free); "
+            f"Permission denied: {where} cannot be used ({free:,} bytes free); "
             "change the permissions of that folder or set run.store to a folder of yours."
         )
     return None

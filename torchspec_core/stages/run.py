@@ -137,8 +137,7 @@ def _raise_failure(spec: StageSpec, child: Supervised, folder: Path) -> None:
         return
     if "user_error" in outcome:
         raise UserError(outcome["user_error"])
-    if child.returncode == 2 and shutil.disk_usage(folder).free < OUTCOME_ROOM:
-        # The child could not even leave its outcome.
+    if not outcome and (child.returncode or 0) >= 0 and shutil.disk_usage(folder).free < OUTCOME_ROOM:
         full = explain_disk_error(OSError("No space left on device"), folder)
         assert full is not None
         raise full

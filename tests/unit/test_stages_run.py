@@ -1,0 +1,82 @@
+"""`run_stage`: what reaches the body in its child process, and what comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchspec_core.errors import UserError
+from torchspec_core.stages import StageSpec, StageStore, run_stage
+
+BODY = """
+import json, os, sys
+
+def build(job):
+    seen = {
+        "inputs": {name: (path / "a").read_text() for name, path in job.inputs.items()},
+        "params": job.params, "runtime": job.runtime, "threads": os.environ.get("OMP_NUM_THREADS"),
+        "wait": os.environ["OMP_WAIT_POLICY"], "extra": os.environ.get("EXTRA"), "stdin": sys.stdin.read(),
+        "inheritable": [n for n in map(int, os.listdir("/proc/self/fd")) if n > 2 and is_inheritable(n)],
+    }
+    with job.workspace.shard("seen.json") as path:
+        path.write_text(json.dumps(seen))
+    job.progress.update(1, 2, "things", "half", loss=0.5)
+    job.progress.update(2, 2, "things")
+    job.workspace.record(rows=7, name="x")
+
+def is_inheritable(number):
+    try:
+        return os.get_inheritable(number)
+    except OSError:
+        return False
+"""
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "body_of_test.py").write_text(BODY)
+    return {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.getcwd())), "EXTRA": "x"}
+
+
+def test_the_body_gets_its_job_and_the_ref_its_facts(tmp_path: Path, env: dict[str, str]) -> None:
+    store = StageStore(tmp_path / "store")
+    target = StageSpec("target", 1)
+
+    def make_target(workspace: Any) -> None:
+        with workspace.shard("a") as path:
+            path.write_text("weights")
+
+    target_ref = store.materialize(target, make_target)
+    spec = StageSpec("tokens", 1, {"data": {"max_length": 5}}, {"target": target.key})
+    events: list[Mapping[str, Any]] = []
+    runtime = {"run": {"threads": 3}}
+    ref = run_stage(
+        store, spec, "body_of_test:build", {"target": target_ref.path}, spec.identity, runtime, events.append, env=env
+    )
+    seen = json.loads((ref.path / "seen.json").read_text())
+    assert seen == {
+        "inputs": {"target": "weights"},
+        "params": {"data": {"max_length": 5}},
+        "runtime": runtime,
+        "threads": "3",
+        "wait": "PASSIVE",
+        "extra": "x",
+        "stdin": "",
+        "inheritable": [],
+    }
+    assert (ref.rows, ref.metrics, ref.cached) == (7, {"rows": 7, "name": "x"}, False)
+    assert json.loads((ref.path / "manifest.json").read_text())["runtime"] == runtime
+    assert events[-1]["done"] == 2 and events[-1]["total"] == 2
+    again = run_stage(store, spec, "no.such:function", {"target": target_ref.path}, spec.identity, runtime)
+    assert again.cached
+
+
+def test_an_input_that_is_not_sealed_is_refused(tmp_path: Path, env: dict[str, str]) -> None:
+    store = StageStore(tmp_path / "store")
+    with pytest.raises(UserError, match="not a stage of this store"):
+        run_stage(store, StageSpec("tokens", 1), "body_of_test:build", {"target": tmp_path}, {}, {}, env=env)
