@@ -236,6 +236,11 @@ def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(dict.fromkeys(listed))
 
 
+def target_vocab_size(folder: Path) -> int:
+    """V of a sealed target: the width of its head, which may be more than the tokenizer's tokens."""
+    return int(_read(folder / "config.json")["vocab_size"])
+
+
 def _template_of(folder: Path, config: dict[str, Any]) -> str:
     file = folder / "chat_template.jinja"
     template = file.read_text("utf-8") if file.is_file() else config.get("chat_template")

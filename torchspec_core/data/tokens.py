@@ -22,11 +22,11 @@ import pyarrow as pa
 from torchspec_core.data.cluster import run_shards
 from torchspec_core.data.overlap import OverlapIndex
 from torchspec_core.data.prompts import check_rejected, prompt_of
+from torchspec_core.data.render import target_vocab_size
 from torchspec_core.data.shards import ANSWERS, Rows, ShardCounts, ShardTask, read_index, write_shard
 from torchspec_core.data.sources import Rejected, read_conversations, source_label, source_path
 from torchspec_core.data.tokenset import INDEX_FILE, INDEX_SCHEMA, TokenRow, TokenSet
 from torchspec_core.errors import UserError
-from torchspec_core.targets.facts import read_json
 
 if TYPE_CHECKING:
     from torchspec_core.stages.job import Job
@@ -95,7 +95,7 @@ def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
         evaluated = evaluation_prompts(Path(job.inputs["prompts"]))
         rows += [_conversation_rows(source, evaluated, left_out) for source in data["conversations"]]
     target = Path(job.inputs["target"])
-    vocab_size = int(read_json(target / "config.json")["vocab_size"])
+    vocab_size = target_vocab_size(target)
     chained = itertools.chain.from_iterable(rows)
     tasks: list[ShardTask] = []
     while batch := list(itertools.islice(chained, data["shard_rows"])):

@@ -21,10 +21,9 @@ from tokenizers import Tokenizer
 
 from torchspec_core.data.overlap import OverlapIndex
 from torchspec_core.data.prompts import prompt_of
-from torchspec_core.data.render import eos_token_ids, load_tokenizer
+from torchspec_core.data.render import eos_token_ids, load_tokenizer, target_vocab_size
 from torchspec_core.data.sources import Conversation, read_conversations
 from torchspec_core.data.tokenset import TokenSet
-from torchspec_core.targets.facts import read_json
 
 if TYPE_CHECKING:
     from torchspec_core.stages.job import Job
@@ -119,7 +118,7 @@ def build(job: Job) -> None:
     one half of the samples with the vocabulary chosen without it, which is what to expect on text not yet seen.
     """
     target = Path(job.inputs["target"])
-    vocab_size = int(read_json(target / "config.json")["vocab_size"])
+    vocab_size = target_vocab_size(target)
     size = min(job.params["drafter"]["draft_vocab_size"], vocab_size)
     tokenizer = load_tokenizer(target)
     even, odd = count_supervised(TokenSet(job.inputs["tokens"]), vocab_size)
