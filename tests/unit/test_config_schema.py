@@ -87,6 +87,7 @@ SIDES = {
     "evaluation.temperature": "identity",
     "evaluation.top_p": "identity",
     "evaluation.dtype": "identity",
+    "evaluation.sampled_dtype": "identity",
     "evaluation.batch_size": "runtime",
     "serving.vllm": "identity",
     "serving.prompts": "identity",

@@ -58,7 +58,8 @@ def build(job: Job) -> None:
         "meta.k": evaluation["k"],
         "meta.temperature": evaluation["temperature"],
         "meta.top_p": evaluation["top_p"],
-        "meta.dtype": evaluation["dtype"],
+        f"meta.{GREEDY}.dtype": evaluation["dtype"],
+        f"meta.{SAMPLED}.dtype": evaluation["sampled_dtype"],
         f"meta.{GREEDY}.drafting": "greedy",
         f"meta.{SAMPLED}.drafting": "probabilistic",
         "meta.max_new_tokens": evaluation["max_new_tokens"],
@@ -105,12 +106,12 @@ def _prompts(job: Job, name: str, renderer: Renderer, facts: TargetFacts) -> lis
 
 
 class _Work:
-    """Decodes set after set; target and drafter are loaded once, and only if some shard is missing."""
+    """Decodes set after set; target and drafter are loaded once for each type, and only if some shard is missing."""
 
     def __init__(self, job: Job, facts: TargetFacts, renderer: Renderer, total: int) -> None:
         self.job, self.facts, self.renderer, self.total = job, facts, renderer, total
         self.done = 0
-        self._loaded: tuple[CachedTarget, Eagle3Chain] | None = None
+        self._loaded: tuple[str, CachedTarget, Eagle3Chain] | None = None
 
     def rows(self, name: str, mode: str, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The rows of one set in one mode, from its shard if that is whole."""
@@ -130,24 +131,23 @@ class _Work:
             return [json.loads(line) for line in file]
 
     def close(self) -> None:
-        """Free the models: vLLM needs the memory."""
+        """Free the models: the next type, or vLLM, needs the memory."""
         if self._loaded is not None:
-            self._loaded[0].close()
+            self._loaded[1].close()
         self._loaded = None
 
-    def _load(self) -> tuple[CachedTarget, Eagle3Chain]:
-        if self._loaded is None:
-            dtype = self.job.params["evaluation"]["dtype"]
+    def _load(self, dtype: str) -> tuple[CachedTarget, Eagle3Chain]:
+        if self._loaded is None or self._loaded[0] != dtype:
+            self.close()
             drafter, d2t, _ = load_drafter(self.job.inputs["export"], dtype, self.facts)
-            target = load_target(
-                self.job.inputs["target"], dtype, drafter.config.aux_layers, self.job.runtime["run"]["threads"]
-            )
-            self._loaded = target, Eagle3Chain(drafter, target.embedding, d2t)
-        return self._loaded
+            threads = self.job.runtime["run"]["threads"]
+            target = load_target(self.job.inputs["target"], dtype, drafter.config.aux_layers, threads)
+            self._loaded = dtype, target, Eagle3Chain(drafter, target.embedding, d2t)
+        return self._loaded[1:]
 
     def _decode(self, name: str, mode: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
         settings, run = self.job.params["evaluation"], self.job.params["run"]
-        target, drafts = self._load()
+        target, drafts = self._load(settings["dtype" if sampling.greedy else "sampled_dtype"])
         size = self.job.runtime["evaluation"]["batch_size"]
         limit = settings["max_new_tokens"]
         rows: list[dict[str, Any]] = []
