@@ -250,6 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StageError as error:
         print(f"torchspec: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("\ntorchspec: interrupted; run the same command again and it goes on where it stopped", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        said = str(error) or "interrupted; run the same command again and it goes on where it stopped"
+        print(f"\ntorchspec: {said}", file=sys.stderr)
         return 130
