@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode, row_uniforms, surviving_rows
 from torchspec_core.decoding.draft import Committed, Proposal, TableDrafts, baseline_tables
@@ -245,6 +245,14 @@ def test_row_numbers_depend_on_seed_and_key_only() -> None:
 def test_a_target_without_the_drafters_layers_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(UserError, match=r"layers 0\.\.3.*reads layer 7"):
         CachedTarget(model, facts_of(model), (1, 7))
+
+
+def test_a_target_that_would_be_run_wrongly_is_refused() -> None:
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8, eos_token_id=1))
+    facts = facts_from_config({**windowed.config.to_dict(), "architectures": ["MistralForCausalLM"]})
+    with pytest.raises(UserError, match="full attention only, but MistralForCausalLM"):
+        CachedTarget(windowed, facts)
 
 
 def test_baseline_tables_by_hand() -> None:

@@ -46,13 +46,14 @@ def _enumerate(one_hot: bool) -> tuple[np.ndarray, float]:
         temperature=1.0,
     )
     law = np.zeros((3, 3, 3))
-    for i, (accepted, following) in enumerate(zip(verdict.accepted.tolist(), verdict.following.tolist(), strict=True)):
-        out = [*drafts[i, :accepted].tolist(), following]
-        for rest in itertools.product(range(3), repeat=3 - len(out)):
-            weight = 1.0
-            for a, b in itertools.pairwise([out[-1], *rest]):
-                weight *= P3[a, b]
-            law[tuple([*out, *rest])] += weight
+    accepted, following = verdict.accepted.numpy(), verdict.following.numpy()
+    for count in range(3):
+        chosen = accepted == count
+        counts = np.zeros((3,) * (count + 1))
+        np.add.at(counts, (*drafts[chosen, :count].T, following[chosen]), 1)
+        for _ in range(2 - count):
+            counts = counts[..., None] * P3
+        law += counts
     return law / rows, float(verdict.accepted.double().mean())
 
 
