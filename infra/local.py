@@ -21,7 +21,7 @@ from infra.services import Place
 from torchspec_core.errors import StageError, UserError
 
 if TYPE_CHECKING:
-    from prefect.client.schemas.objects import FlowRun
+    from prefect.client.schemas.objects import FlowRun, Log
 
 DEMO = "train-drafter/quickstart"
 
@@ -67,7 +67,7 @@ def _follow(place: Place, run: FlowRun) -> int:
             for kind, what in client.follow(server, run.id):
                 if kind == "end":
                     run = what
-                elif kind == "log" and (what.name.startswith("torchspec") or what.level >= logging.WARNING):
+                elif kind == "log" and _worth_showing(what):
                     line = what.message.splitlines()[0] if what.message else ""  # the traceback of a bug is in the UI
                     _say(("\r\x1b[2K" if live else "") + f"{client.local_time(what.timestamp)}  {line}")
                 elif kind == "progress" and live and what != shown:
@@ -89,6 +89,14 @@ def _follow(place: Place, run: FlowRun) -> int:
     _say(f"The run in the UI: {page}")
     _say(message.rpartition("report: ")[2] or message)
     return 0
+
+
+def _worth_showing(line: Log) -> bool:
+    """The stages' own lines, and what went wrong; the end itself is told from the run's state."""
+    if line.name.startswith("torchspec"):
+        return True
+    own = line.name in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
+    return own and line.level >= logging.WARNING and not line.message.startswith("Finished in state")
 
 
 def demo(name: str, overrides: list[str]) -> int:

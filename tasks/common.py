@@ -19,6 +19,7 @@ from uuid import UUID
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
+from prefect.exceptions import FailedRun
 from prefect.states import Completed, Failed
 
 from torchspec_core.cli import progress_line
@@ -32,6 +33,17 @@ log = logging.getLogger("torchspec.tasks")
 
 LOG_SECONDS = 10.0
 ARTIFACT_SECONDS = 1.0
+
+
+class _KnownFailure(logging.Filter):
+    """Drops the engine's traceback of a failure that the run's state already says in one sentence."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], TorchspecError | FailedRun))
+
+
+for _name in ("prefect.engine", "prefect.flow_runs"):
+    logging.getLogger(_name).addFilter(_KnownFailure())
 
 
 @dataclass(frozen=True)
