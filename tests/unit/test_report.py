@@ -24,6 +24,8 @@ from torchspec_core.report.document import changed, serve_command
 from torchspec_core.report.pieces import drafted, drafted_pieces
 from torchspec_core.report.render import markdown, page
 from torchspec_core.stages.job import local_job
+from torchspec_core.stages.manifest import write_manifest
+from torchspec_core.stages.spec import StageSpec
 
 WORDS = ("Yes: ", "```1 <", " 2```", " & so", " on")
 STAGES = ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation")
@@ -70,17 +72,17 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     for place, name in enumerate(STAGES):
         folder = folders[name] = tmp_path / "store" / name / f"x-{place}"
         folder.mkdir(parents=True)
-        manifest = {
-            "key": f"{place:032x}",
-            "rows": 10 + place,
-            "bytes": 1000 * (place + 1),
-            "seconds": SECONDS[name],
-            "metrics": {"steps": 12} if name == "drafter" else {},
-            "spec": {"params": {reads[name]: recipe[reads[name]]} if name in reads else {}},
-            "host": {"name": "elsewhere", "machine": "riscv64", "cpus": 12, "memory_bytes": 3 << 30},
-            "libraries": {"torch": "9.9.9", "python": "3.99"},
-            "code": {"version": "0.0.7", "commit": "abcdef0123456789"},
-        }
+        identity = {reads[name]: recipe[reads[name]]} if name in reads else {}
+        spec = StageSpec(stage=name, version=1, identity=identity)
+        metrics = {"steps": 12} if name == "drafter" else {}
+        files = {"data.bin": {"bytes": 1000 * (place + 1)}}
+        manifest = write_manifest(
+            folder, spec, files, rows=10 + place, seconds=SECONDS[name], metrics=metrics, runtime={}
+        )
+        manifest["key"] = f"{place:032x}"
+        manifest["host"] = {"name": "elsewhere", "machine": "riscv64", "cpus": 12, "memory_bytes": 3 << 30}
+        manifest["libraries"] = {"torch": "9.9.9", "python": "3.99"}
+        manifest["code"] = {"version": "0.0.7", "commit": "abcdef0123456789"}
         (folder / "manifest.json").write_text(json.dumps(manifest))
     (folders["target"] / "facts.json").write_text(json.dumps({"hidden_size": 576, "num_layers": 30}))
     (folders["drafter"] / "drafter.json").write_text(json.dumps({"hidden_size": 576, "draft_vocab_size": 8192}))

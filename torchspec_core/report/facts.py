@@ -87,7 +87,7 @@ def gather(job: Job) -> RunFacts:
     for name, folder in job.inputs.items():
         manifest = _read(folder / "manifest.json")
         stages.append(StageFacts(name, path=folder, **{field: manifest[field] for field in _FIELDS}))
-        _merge(recipe, manifest["spec"]["params"])
+        _merge(recipe, manifest["spec"]["identity"])
     _merge(recipe, job.params)
     inputs = job.inputs
     return RunFacts(
