@@ -17,6 +17,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 
 ROOT = Path(__file__).resolve().parents[1]
+ENDS = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
 
 
 def until(what: Callable[[], Any], seconds: float, why: str) -> Any:
@@ -83,17 +84,21 @@ class PrefectHome:
 
     def finished(self, run_id: str, seconds: float = 60) -> dict[str, Any]:
         """The flow run once it has ended."""
-        ends = {"COMPLETED", "FAILED", "CRASHED", "CANCELLED"}
+
         def ended() -> Any:
             found = self.run(run_id)
-            return found if found["state_type"] in ends else None
+            return found if found["state_type"] in ENDS else None
 
         return until(ended, seconds, f"run {run_id} to end")
 
     def tasks(self, run_id: str) -> dict[str, str]:
-        """Stage -> state name of the run's tasks."""
-        rows = self.call("/task_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}})
-        return {row["name"].split("[")[0]: row["state_name"] for row in rows}
+        """Stage -> state name of an ended run's tasks (the server records them a moment after the run's own state)."""
+
+        def ended() -> Any:
+            rows = self.call("/task_runs/filter", {"flow_runs": {"id": {"any_": [run_id]}}})
+            return rows if all(row["state_type"] in ENDS for row in rows) else None
+
+        return {row["name"].split("[")[0]: row["state_name"] for row in until(ended, 20, "the tasks to end")}
 
     def shards(self, stage: str) -> list[int]:
         """Shards of `stage` made so far, in order, repeats included."""
