@@ -173,6 +173,7 @@ def test_html_shows_the_numbers_and_loads_nothing(report: Path) -> None:
     assert "1 + accepted draft tokens per verification step" in text
     assert text.count("Yes: <mark>```1 &lt; 2```</mark> &amp; so on") == 2 and "not shown" not in text
     assert "held-out prompts: 2.00 tokens a step" in text
+    assert "13 samples: 12 answers of the target (temperature 0.8) to prompts of sharegpt" in text
     assert "greedy (drafts greedy); T=1, top-p 0.95 (drafts probabilistic)" in text
     assert "counting as vLLM does, has 1.551; vLLM's counters say 1.549" in html.unescape(text)
     assert text.count("<svg") == 4 and "prefers-color-scheme: dark" in text and "98 % of 38 held-out" in text

@@ -97,8 +97,9 @@ def sampling_line(facts: RunFacts) -> str:
     """How target and drafter chose their tokens, for each mode."""
     parts = []
     for mode, words in modes(facts).items():
-        drafting = facts.evaluation.get(f"meta.{mode}.drafting")
-        parts.append(f"{words} (drafts {drafting})" if drafting else words)
+        drafting, dtype = (facts.evaluation.get(f"meta.{mode}.{fact}") for fact in ("drafting", "dtype"))
+        notes = ", ".join(filter(None, (f"drafts {drafting}" if drafting else None, dtype)))
+        parts.append(f"{words} ({notes})" if notes else words)
     return "; ".join(parts)
 
 

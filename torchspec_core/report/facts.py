@@ -167,13 +167,13 @@ def flat(facts: RunFacts) -> dict[str, float | int | str]:
 
 
 def data_line(facts: RunFacts) -> str:
-    """The sources of the training data in one line."""
-    parts = [f"{s['rows']} prompts of {s['path'] or s['name']}" for s in facts.value("data", "prompts") or ()]
-    if parts:
-        parts = [
-            " + ".join(parts) + f" answered by the target at temperature {facts.value('answers', 'temperature'):g}"
-        ]
-    parts += [
-        f"{s['rows']} conversations of {s['path'] or s['name']}" for s in facts.value("data", "conversations") or ()
-    ]
-    return " + ".join(parts)
+    """The training data in one line."""
+    named = {section: facts.value("data", section) or () for section in ("prompts", "conversations")}
+    names = {section: ", ".join(source["path"] or source["name"] for source in rows) for section, rows in named.items()}
+    parts = []
+    if names["prompts"]:
+        rows, temperature = facts.stage("answers").rows, facts.value("answers", "temperature")
+        parts.append(f"{rows:,} answers of the target (temperature {temperature:g}) to prompts of {names['prompts']}")
+    if names["conversations"]:
+        parts.append(f"conversations of {names['conversations']}")
+    return f"{facts.stage('tokens').rows:,} samples: {', '.join(parts)}"
