@@ -13,6 +13,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.logging import get_run_logger
 from prefect.states import Completed, Failed
+from prefect.utilities.annotations import quote
 
 from flows.naming import run_name
 from tasks.answers import answers
@@ -30,8 +31,9 @@ from torchspec_core.errors import TorchspecError
 from torchspec_core.stages import StageRef
 
 
-def stages(run: Run) -> Mapping[str, StageRef]:
+def stages(shared: Run) -> Mapping[str, StageRef]:
     """Every stage in order; each is found in the store or made."""
+    run: Any = quote(shared)  # Prefect would search it for results of other tasks, and draw arrows that mean nothing
     model = target(run).result()
     asked = prompts(run, model).result()
     said = answers(run, model, asked).result()

@@ -67,11 +67,16 @@ class Page:
         time.sleep(3.0)
 
     def click(self, words: str) -> None:
-        """Click the tab or link whose whole text is `words`."""
-        script = "[...document.querySelectorAll('a,[role=tab]')].find(e => e.innerText.trim() === WORDS)?.click()"
-        script = script.replace("WORDS", json.dumps(words))
-        self.send("Runtime.evaluate", expression=script)
-        time.sleep(2.0)
+        """Click the innermost element whose whole text is `words`, with the mouse: its tabs obey nothing else."""
+        script = (
+            "(() => { const e = [...document.querySelectorAll('*')].filter(e => e.innerText?.trim() === WORDS).pop();"
+            " const r = e.getBoundingClientRect(); return [r.x + r.width / 2, r.y + r.height / 2]; })()"
+        ).replace("WORDS", json.dumps(words))
+        found = self.send("Runtime.evaluate", expression=script, returnByValue=True)["result"]
+        x, y = found["value"]
+        for kind in ("mousePressed", "mouseReleased"):
+            self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        time.sleep(3.0)
 
     def save(self, path: Path) -> None:
         """Write what the window shows as PNG."""

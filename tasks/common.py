@@ -11,7 +11,7 @@ import errno
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 from uuid import UUID
@@ -143,4 +143,6 @@ def run_stage_task(run: Run, name: str, show: Callable[[StageRef], None] | None 
     if show is not None:
         show(ref)
     state = "Cached" if ref.cached else "Completed"
-    return Completed(name=state, message=f"{name}/{ref.key[:12]}: {ref.reason}", data=ref)
+    message = f"{name}/{ref.key[:12]}: {ref.reason}"
+    # Prefect draws an arrow for every object that two results share, and "same key" is one object.
+    return Completed(name=state, message=message, data=replace(ref, reason=message))

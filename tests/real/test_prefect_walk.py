@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.prefect_home import PrefectHome, prefect_home, until
-from torchspec_core.pipeline import STAGE_NAMES
+from torchspec_core.pipeline import STAGE_NAMES, STAGES
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,16 @@ def test_run_completes_with_every_stage(prefect: PrefectHome, first: str) -> Non
     assert page.read_text() == "<h1>Report</h1>"
     assert prefect.tasks(first) == dict.fromkeys(STAGE_NAMES, "Completed")
     assert {stage: prefect.shards(stage) for stage in STAGE_NAMES} == {stage: [0, 1, 2] for stage in STAGE_NAMES}
+
+
+def test_arrows_join_a_stage_to_its_inputs_only(prefect: PrefectHome, first: str) -> None:
+    rows = prefect.call("/task_runs/filter", {"flow_runs": {"id": {"any_": [first]}}})
+    stage = {row["id"]: row["name"].split("[")[0] for row in rows}
+    arrows = {
+        stage[row["id"]]: {stage[task["id"]] for found in row["task_inputs"].values() for task in found}
+        for row in rows
+    }
+    assert arrows == {entry.name: set(entry.inputs) for entry in STAGES}
 
 
 def test_artifacts_of_each_stage(prefect: PrefectHome, first: str) -> None:
