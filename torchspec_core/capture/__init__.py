@@ -1,0 +1,1 @@
+"""Hidden states out of a running target, stage by stage."""

@@ -1,0 +1,1 @@
+"""The target model: its facts, the folder it becomes, its engines, its answers."""
