@@ -92,22 +92,31 @@ def _socket_address(profile: Path, chromium: Supervised) -> str:
         return str(next(tab for tab in json.loads(answer.read()) if tab["type"] == "page")["webSocketDebuggerUrl"])
 
 
+def _first_id(api: str, kind: str, **wanted: Any) -> str:
+    body = json.dumps({"limit": 1, **wanted}).encode()
+    request = urllib.request.Request(f"{api}/{kind}/filter", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        found = json.loads(answer.read())
+    if not found:
+        raise UserError(f"the server at {api} has no completed run with a report; `make demo` makes one")
+    return str(found[0]["id"])
+
+
 def newest_run(api: str) -> str:
     """Id of the newest completed run."""
-    body = json.dumps({"sort": "END_TIME_DESC", "limit": 1, "flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}})
-    request = urllib.request.Request(f"{api}/flow_runs/filter", body.encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10) as answer:
-        runs = json.loads(answer.read())
-    if not runs:
-        raise UserError(f"the server at {api} has no completed run; `make demo` makes one")
-    return str(runs[0]["id"])
+    return _first_id(api, "flow_runs", sort="END_TIME_DESC", flow_runs={"state": {"type": {"any_": ["COMPLETED"]}}})
 
 
-def shoot(ui: str, run: str, out: Path, width: int, height: int) -> list[Path]:
-    """Save the run's page (its graph) and its artifacts; returns the files."""
+def report_of(api: str, run: str) -> str:
+    """Id of the run's report artifact."""
+    return _first_id(api, "artifacts", flow_runs={"id": {"any_": [run]}}, artifacts={"key": {"any_": ["report"]}})
+
+
+def shoot(ui: str, run: str, report: str, out: Path, width: int, height: int) -> list[Path]:
+    """Save the run's page (its graph), its artifacts and its report; returns the files."""
     if shutil.which("chromium") is None:
         raise UserError("chromium is not installed; install it with `apt-get install -y chromium`")
-    files = [out / "run.png", out / "artifacts.png"]
+    files = [out / f"{name}.png" for name in ("run", "artifacts", "report")]
     with tempfile.TemporaryDirectory() as folder:
         profile = Path(folder)
         command = ["chromium", *FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}", "about:blank"]
@@ -120,6 +129,8 @@ def shoot(ui: str, run: str, out: Path, width: int, height: int) -> list[Path]:
                 page.save(files[0])
                 page.click("Artifacts")
                 page.save(files[1])
+                page.open(f"{ui}/artifacts/artifact/{report}", "report.html", 60)
+                page.save(files[2])
     return files
 
 
@@ -135,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if not services.healthy(place.api):
             raise UserError(f"no Prefect server answers at {place.api}; start it with `python -m infra.local up`")
-        for file in shoot(place.ui, args.run or newest_run(place.api), args.out, width, height):
+        run = args.run or newest_run(place.api)
+        for file in shoot(place.ui, run, report_of(place.api, run), args.out, width, height):
             print(file)
     except UserError as error:
         print(f"torchspec: {error}", file=sys.stderr)
