@@ -1,13 +1,14 @@
 """The `torchspec` command: run a recipe, look at the plan, look after the cache.
 
-`torchspec run configs/quickstart.yaml training.lr=5e-4` walks the stages in this terminal, without Prefect; the same stages
-run as a flow by `prefect deployment run train-drafter/quickstart`. A mistake in what was asked prints one sentence and exits
-with 2; a stage that fails exits with 1; an interrupted run exits with 130 and says how to go on.
+`torchspec run configs/quickstart.yaml training.lr=5e-4` walks the stages in this terminal, without Prefect; the same
+stages run as a flow by `prefect deployment run train-drafter/quickstart`. A mistake in what was asked prints one sentence
+and exits with 2; a stage that fails exits with 1; an interrupted run exits with 130 and says how to go on.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,7 +123,9 @@ def _cache_store(args: argparse.Namespace) -> StageStore:
 def _cache_ls(args: argparse.Namespace) -> int:
     for entry in _cache_store(args).ls():
         state = "sealed" if entry.sealed else "unfinished"
-        print(f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {_size(entry.bytes):>9}  {entry.created}  {entry.path}")
+        print(
+            f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {_size(entry.bytes):>9}  {entry.created}  {entry.path}"
+        )
     return 0
 
 
@@ -186,13 +189,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--until", metavar="STAGE", help="stop after this stage")
     run.set_defaults(handler=_run)
 
-    config = commands.add_parser("config", help="look at a recipe").add_subparsers(dest="action", required=True, metavar="ACTION")
+    config = commands.add_parser("config", help="look at a recipe").add_subparsers(
+        dest="action", required=True, metavar="ACTION"
+    )
     show = config.add_parser("show", help="the resolved recipe, with the source of each key")
     _recipe_arguments(show)
     show.set_defaults(handler=_config_show)
 
     cache = commands.add_parser("cache", help="look after the stage store").add_subparsers(
-        dest="action", required=True, metavar="ACTION")
+        dest="action", required=True, metavar="ACTION"
+    )
 
     def add(name: str, text: str, handler: Callable[[argparse.Namespace], int], store: bool) -> argparse.ArgumentParser:
         sub = cache.add_parser(name, help=text)
@@ -250,6 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except StageError as error:
         print(f"torchspec: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # `torchspec ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt as error:
         said = str(error) or "interrupted; run the same command again and it goes on where it stopped"
         print(f"\ntorchspec: {said}", file=sys.stderr)

