@@ -12,6 +12,6 @@ from torchspec_core.stages import StageRef
 
 
 @task(name="tokens", task_run_name="tokens[{run.slugs[tokens]}]", **STAGE_TASK)
-def tokens(run: Run, target: StageRef, answers: StageRef) -> State[Any]:
+def tokens(run: Run, target: StageRef, prompts: StageRef, answers: StageRef) -> State[Any]:
     """Conversations as token ids and loss masks in Arrow shards."""
     return run_stage_task(run, "tokens")

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -65,11 +66,20 @@ class PrefectHome:
                               capture_output=True, stdin=subprocess.DEVNULL, timeout=seconds)
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """GET, or POST `body` to, a path of the API."""
+        """GET, or POST `body` to, a path of the API; asks again while the database is busy, as Prefect does."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.api + path, data=data, headers={"content-type": "application/json"})
-        with urllib.request.urlopen(request, timeout=10) as answer:
-            return json.loads(answer.read())
+
+        def answered() -> Any:
+            try:
+                with urllib.request.urlopen(request, timeout=10) as answer:
+                    return (json.loads(answer.read()),)
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                return None
+
+        return until(answered, 30, f"an answer to {path}")[0]
 
     def start_run(self, *overrides: str, deployment: str = "train-drafter/tiny", **parameters: Any) -> str:
         """Start a deployment; returns the run's id."""
