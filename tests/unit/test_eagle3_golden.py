@@ -29,24 +29,36 @@ def norm_weight(seed: int, size: int) -> torch.Tensor:
 
 def tiny_drafter() -> Eagle3Drafter:
     config = Eagle3Config(
-        hidden_size=8, target_hidden_size=8, num_heads=2, num_kv_heads=1, head_dim=4, intermediate_size=12, vocab_size=11,
-        draft_vocab_size=11, aux_layers=(0, 1, 2), rms_norm_eps=1e-6, rope=RopeConfig(theta=100.0))
+        hidden_size=8,
+        target_hidden_size=8,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=12,
+        vocab_size=11,
+        draft_vocab_size=11,
+        aux_layers=(0, 1, 2),
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=100.0),
+    )
     drafter = Eagle3Drafter(config).double()
-    drafter.load_state_dict({
-        "fc.weight": formula(10, (8, 24), 0.3),
-        "midlayer.input_layernorm.weight": norm_weight(11, 8),
-        "midlayer.hidden_norm.weight": norm_weight(12, 8),
-        "midlayer.post_attention_layernorm.weight": norm_weight(13, 8),
-        "norm.weight": norm_weight(14, 8),
-        "lm_head.weight": formula(15, (11, 8)),
-        "midlayer.mlp.gate_proj.weight": formula(16, (12, 8), 0.3),
-        "midlayer.mlp.up_proj.weight": formula(17, (12, 8), 0.3),
-        "midlayer.mlp.down_proj.weight": formula(18, (8, 12), 0.3),
-        "midlayer.self_attn.q_proj.weight": formula(20, (8, 16), 0.3),
-        "midlayer.self_attn.k_proj.weight": formula(21, (4, 16), 0.3),
-        "midlayer.self_attn.v_proj.weight": formula(22, (4, 16), 0.3),
-        "midlayer.self_attn.o_proj.weight": formula(23, (8, 8), 0.3),
-    })
+    drafter.load_state_dict(
+        {
+            "fc.weight": formula(10, (8, 24), 0.3),
+            "midlayer.input_layernorm.weight": norm_weight(11, 8),
+            "midlayer.hidden_norm.weight": norm_weight(12, 8),
+            "midlayer.post_attention_layernorm.weight": norm_weight(13, 8),
+            "norm.weight": norm_weight(14, 8),
+            "lm_head.weight": formula(15, (11, 8)),
+            "midlayer.mlp.gate_proj.weight": formula(16, (12, 8), 0.3),
+            "midlayer.mlp.up_proj.weight": formula(17, (12, 8), 0.3),
+            "midlayer.mlp.down_proj.weight": formula(18, (8, 12), 0.3),
+            "midlayer.self_attn.q_proj.weight": formula(20, (8, 16), 0.3),
+            "midlayer.self_attn.k_proj.weight": formula(21, (4, 16), 0.3),
+            "midlayer.self_attn.v_proj.weight": formula(22, (4, 16), 0.3),
+            "midlayer.self_attn.o_proj.weight": formula(23, (8, 8), 0.3),
+        }
+    )
     return drafter
 
 
@@ -55,13 +67,18 @@ def tiny_teacher() -> Teacher:
 
 
 @pytest.mark.parametrize("mask", [DenseTTT, GroupedTTT])
-@pytest.mark.parametrize(("alignment", "losses", "total", "counts"), [
-    ("reference", (3.1614022695, 3.5984868573, 3.3517536114), 8.1853140666, (5, 5, 5)),
-    ("predicted", (3.4579785511, 3.9153881462, 3.7256650941), 8.9747147283, (6, 6, 5)),
-])
+@pytest.mark.parametrize(
+    ("alignment", "losses", "total", "counts"),
+    [
+        ("reference", (3.1614022695, 3.5984868573, 3.3517536114), 8.1853140666, (5, 5, 5)),
+        ("predicted", (3.4579785511, 3.9153881462, 3.7256650941), 8.9747147283, (6, 6, 5)),
+    ],
+)
 def test_losses(mask, alignment, losses, total, counts) -> None:
     index = ttt_index([10], MASK, 3, alignment)
-    result = eagle3_loss(tiny_drafter(), tiny_teacher(), IDS, formula(4, (10, 24)), formula(3, (10, 8)), index, mask=mask)
+    result = eagle3_loss(
+        tiny_drafter(), tiny_teacher(), IDS, formula(4, (10, 24)), formula(3, (10, 8)), index, mask=mask
+    )
     assert tuple(result.count.tolist()) == counts
     assert (result.numerator / result.count).tolist() == pytest.approx(losses, abs=1e-9)
     assert result.loss.item() == pytest.approx(total, abs=1e-9)

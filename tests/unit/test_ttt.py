@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.drafters.rope import RopeConfig
-from torchspec_core.drafters.ttt import DenseTTT, GroupedTTT, dense_ttt_mask
+from torchspec_core.drafters.ttt import DenseTTT, dense_ttt_mask
 from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss, embed_rows
 from torchspec_core.objectives.soft_cross_entropy import soft_cross_entropy
 from torchspec_core.objectives.ttt import TTTIndex, ttt_index
@@ -19,8 +19,18 @@ VOCABULARY, DRAFT, SIZE, DEPTHS = 24, 16, 12, 3
 
 def drafter(norm_before_residual: bool = False, seed: int = 0) -> Eagle3Drafter:
     config = Eagle3Config(
-        hidden_size=SIZE, target_hidden_size=SIZE, num_heads=6, num_kv_heads=2, head_dim=4, intermediate_size=20, vocab_size=VOCABULARY,
-        draft_vocab_size=DRAFT, aux_layers=(0, 1), rope=RopeConfig(theta=50.0), norm_before_residual=norm_before_residual)
+        hidden_size=SIZE,
+        target_hidden_size=SIZE,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=4,
+        intermediate_size=20,
+        vocab_size=VOCABULARY,
+        draft_vocab_size=DRAFT,
+        aux_layers=(0, 1),
+        rope=RopeConfig(theta=50.0),
+        norm_before_residual=norm_before_residual,
+    )
     model = Eagle3Drafter(config).double()
     init_weights(model, seed)
     with torch.no_grad():
@@ -32,8 +42,10 @@ def drafter(norm_before_residual: bool = False, seed: int = 0) -> Eagle3Drafter:
 
 def teacher(seed: int = 5) -> Teacher:
     generator = torch.Generator().manual_seed(seed)
+
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
+
     return Teacher(random(VOCABULARY, SIZE), 1 + 0.2 * random(SIZE), 1e-5, random(DRAFT, SIZE))
 
 
@@ -53,7 +65,9 @@ def gradients(model: Eagle3Drafter, *args: object, **options: object) -> tuple[T
     return result.loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]], tolerance: float = 1e-12) -> None:
+def assert_same(
+    a: tuple[Tensor, dict[str, Tensor]], b: tuple[Tensor, dict[str, Tensor]], tolerance: float = 1e-12
+) -> None:
     torch.testing.assert_close(a[0], b[0], atol=tolerance, rtol=tolerance)
     assert a[1].keys() == b[1].keys()
     for name, gradient in a[1].items():
@@ -67,12 +81,16 @@ def test_dense_mask_is_the_loop_over_its_definition() -> None:
     place = [(document, position) for document, length in enumerate(lengths) for position in range(length)]
     for depth in range(DEPTHS):
         keys = [(0, n) for n in range(12)] + [(e, r) for e in range(1, depth + 1) for r in rows]
-        expected = [[
-            (place[n][0] == place[r][0] and place[n][1] <= place[r][1]) if e == 0 else n == r for e, n in keys] for r in rows]
+        expected = [
+            [(place[n][0] == place[r][0] and place[n][1] <= place[r][1]) if e == 0 else n == r for e, n in keys]
+            for r in rows
+        ]
         assert dense_ttt_mask(index.layout, depth).tolist() == expected
 
 
-def naive_loss(model: Eagle3Drafter, target: Teacher, ids: Tensor, aux: Tensor, last: Tensor, loss_mask: np.ndarray) -> Tensor:
+def naive_loss(
+    model: Eagle3Drafter, target: Teacher, ids: Tensor, aux: Tensor, last: Tensor, loss_mask: np.ndarray
+) -> Tensor:
     """One document, all rows, whole logits, straight from the definition."""
     total = len(ids)
     index = ttt_index([total], loss_mask, DEPTHS, rows=np.arange(total))
@@ -91,7 +109,9 @@ def naive_loss(model: Eagle3Drafter, target: Teacher, ids: Tensor, aux: Tensor, 
 @pytest.mark.parametrize("chunk", [3, 1000])
 def test_loss_and_gradients_are_those_of_the_naive_form(norm_before_residual: bool, chunk: int) -> None:
     model, (ids, aux, last, loss_mask) = drafter(norm_before_residual), batch([17])
-    fast = gradients(model, ids, aux, last, ttt_index([17], loss_mask, DEPTHS, row_multiple=8, width_multiple=16), chunk=chunk)
+    fast = gradients(
+        model, ids, aux, last, ttt_index([17], loss_mask, DEPTHS, row_multiple=8, width_multiple=16), chunk=chunk
+    )
     model.zero_grad()
     loss = naive_loss(model, teacher(), ids, aux, last, loss_mask)
     loss.backward()
@@ -101,11 +121,15 @@ def test_loss_and_gradients_are_those_of_the_naive_form(norm_before_residual: bo
 def test_batched_documents_equal_documents_alone() -> None:
     model, lengths = drafter(), [9, 1, 14, 4]
     ids, aux, last, loss_mask = batch(lengths)
-    result = eagle3_loss(model, teacher(), ids, aux, last, ttt_index(lengths, loss_mask, DEPTHS, row_multiple=8, width_multiple=8))
+    result = eagle3_loss(
+        model, teacher(), ids, aux, last, ttt_index(lengths, loss_mask, DEPTHS, row_multiple=8, width_multiple=8)
+    )
     numerator, count, start = torch.zeros(DEPTHS, dtype=torch.float64), torch.zeros(DEPTHS, dtype=torch.float64), 0
     for length in lengths:
         part = slice(start, start + length)
-        alone = eagle3_loss(model, teacher(), ids[part], aux[part], last[part], ttt_index([length], loss_mask[part], DEPTHS))
+        alone = eagle3_loss(
+            model, teacher(), ids[part], aux[part], last[part], ttt_index([length], loss_mask[part], DEPTHS)
+        )
         numerator, count, start = numerator + alone.numerator, count + alone.count, start + length
     torch.testing.assert_close(result.numerator, numerator, atol=1e-12, rtol=1e-12)
     assert result.count.tolist() == count.tolist()
@@ -115,9 +139,14 @@ def test_padding_changes_nothing() -> None:
     model, (ids, aux, last, loss_mask) = drafter(), batch([11])
     plain = gradients(model, ids, aux, last, ttt_index([11], loss_mask, DEPTHS))
     padded = gradients(
-        model, torch.cat((ids, torch.zeros(5, dtype=torch.int64))), torch.cat((aux, torch.full((5, 2 * SIZE), 9.0, dtype=torch.float64))),
+        model,
+        torch.cat((ids, torch.zeros(5, dtype=torch.int64))),
+        torch.cat((aux, torch.full((5, 2 * SIZE), 9.0, dtype=torch.float64))),
         torch.cat((last, torch.ones(5, SIZE, dtype=torch.float64))),
-        ttt_index([11, 5], np.concatenate((loss_mask, np.zeros(5, dtype=bool))), DEPTHS, row_multiple=16, width_multiple=16))
+        ttt_index(
+            [11, 5], np.concatenate((loss_mask, np.zeros(5, dtype=bool))), DEPTHS, row_multiple=16, width_multiple=16
+        ),
+    )
     assert_same(plain, padded)
 
 
@@ -137,8 +166,10 @@ def test_fewer_drafted_rows_leave_the_others_alone() -> None:
 def test_future_does_not_reach_a_row() -> None:
     model, (ids, aux, _, loss_mask) = drafter(), batch([12])
     target, index = teacher(), ttt_index([12], loss_mask, DEPTHS, rows=np.arange(12))
+
     def outs(ids: Tensor, aux: Tensor) -> list[Tensor]:
         return model.rollout(aux, [embed_rows(target.embedding, ids, n) for n in index.next_token], index.layout)
+
     later = aux.clone()
     later[6:] += 1.0
     for depth, (before, after) in enumerate(zip(outs(ids, aux), outs(ids, later), strict=True)):
@@ -162,7 +193,8 @@ def test_shifting_all_positions_changes_nothing() -> None:
 
 
 def test_training_logits_are_those_of_cached_decoding() -> None:
-    """Row i of depth d: prefill rows 0..i with the target's states, then d steps that feed the drafter its own outputs."""
+    """Row i of depth d: prefill rows 0..i with the target's states, then d steps that feed the drafter its own
+    outputs."""
     model, (ids, aux, _, loss_mask) = drafter(), batch([10])
     target, index = teacher(), ttt_index([10], loss_mask, DEPTHS, rows=np.arange(10))
     outs = model.rollout(aux, [embed_rows(target.embedding, ids, n) for n in index.next_token], index.layout)
@@ -176,8 +208,14 @@ def test_training_logits_are_those_of_cached_decoding() -> None:
             embeds = target.embedding[ids[1 : row + 2]]
             out = model.step(g[: row + 1].expand(2, -1, -1), embeds.expand(2, -1, -1), positions, cache)[:, -1:]
             for depth in range(DEPTHS):
-                torch.testing.assert_close(model.logits(out[0, 0]), model.logits(outs[depth][row]), atol=1e-10, rtol=1e-10)
-                embed = target.embedding[ids[row + 2 + depth]].expand(2, 1, -1) if row + 2 + depth < 10 else target.embedding[:1].expand(2, 1, -1)
+                torch.testing.assert_close(
+                    model.logits(out[0, 0]), model.logits(outs[depth][row]), atol=1e-10, rtol=1e-10
+                )
+                embed = (
+                    target.embedding[ids[row + 2 + depth]].expand(2, 1, -1)
+                    if row + 2 + depth < 10
+                    else target.embedding[:1].expand(2, 1, -1)
+                )
                 out = model.step(out, embed, torch.tensor([[row + 1 + depth], [1 + depth]]), cache)
 
 
@@ -188,7 +226,11 @@ def test_stale_cache_slots_are_never_seen() -> None:
     model.step(g + 3, embeds, torch.arange(8).unsqueeze(0), used)
     positions = torch.arange(4).unsqueeze(0)
     torch.testing.assert_close(
-        model.step(g[:, :4], embeds[:, :4], positions, used), model.step(g[:, :4], embeds[:, :4], positions, fresh), atol=1e-12, rtol=1e-12)
+        model.step(g[:, :4], embeds[:, :4], positions, used),
+        model.step(g[:, :4], embeds[:, :4], positions, fresh),
+        atol=1e-12,
+        rtol=1e-12,
+    )
 
 
 def test_equal_distributions_give_the_entropy_and_no_gradient() -> None:
@@ -196,7 +238,14 @@ def test_equal_distributions_give_the_entropy_and_no_gradient() -> None:
     states, head = (torch.randn(n, 6, generator=generator, dtype=torch.float64) for n in (9, 16))
     hidden, weights = states.clone().requires_grad_(), head.clone().requires_grad_()
     result = soft_cross_entropy(
-        hidden.unsqueeze(0), weights, states, head, torch.ones(1, 9, dtype=torch.float64), torch.ones(1, dtype=torch.float64), chunk=4)
+        hidden.unsqueeze(0),
+        weights,
+        states,
+        head,
+        torch.ones(1, 9, dtype=torch.float64),
+        torch.ones(1, dtype=torch.float64),
+        chunk=4,
+    )
     p = (states @ head.T).softmax(-1)
     assert result.loss.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-10)
     assert result.correct.item() == 9
@@ -238,7 +287,10 @@ def test_low_precision_stays_near_the_exact_loss(dtype: torch.dtype) -> None:
     assert result.loss.item() == pytest.approx(exact[0].item(), rel=limit)
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        assert torch.nn.functional.cosine_similarity(parameter.grad.double().flatten(), exact[1][name].flatten(), 0) > 1 - limit
+        assert (
+            torch.nn.functional.cosine_similarity(parameter.grad.double().flatten(), exact[1][name].flatten(), 0)
+            > 1 - limit
+        )
 
 
 def test_index_counts_every_taught_row_once() -> None:
@@ -248,10 +300,16 @@ def test_index_counts_every_taught_row_once() -> None:
     index: TTTIndex = ttt_index(lengths, loss_mask, DEPTHS, row_multiple=4)
     taught = {
         (depth, int(index.layout.rows[index.student[depth, p]]), int(index.teacher[p]))
-        for depth in range(DEPTHS) for p in range(len(index.teacher)) if index.weight[depth, p]}
+        for depth in range(DEPTHS)
+        for p in range(len(index.teacher))
+        if index.weight[depth, p]
+    }
     expected = {
         (depth, start + i, start + i + 1 + depth)
-        for start, length in ((0, 6), (6, 9)) for depth in range(DEPTHS) for i in range(length)
-        if i + 2 + depth < length and loss_mask[start + i + 2 + depth]}
+        for start, length in ((0, 6), (6, 9))
+        for depth in range(DEPTHS)
+        for i in range(length)
+        if i + 2 + depth < length and loss_mask[start + i + 2 + depth]
+    }
     assert taught == expected
     assert len(index.layout.rows) % 4 == 0 and len(index.teacher) % 4 == 0

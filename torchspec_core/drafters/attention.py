@@ -1,7 +1,7 @@
 """Grouped-query attention of a drafter: projections for training, and the cached form for decoding.
 
-An attention kind offers `project_queries`, `project_keys` and `combine` (training; the mask kind stands between them) and
-`new_cache`, `cached` (decoding). Another kind is another module with the same five methods.
+An attention kind offers `project_queries`, `project_keys` and `combine` (training; the mask kind stands between them)
+and `new_cache`, `cached` (decoding). Another kind is another module with the same five methods.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class GroupedQueryAttention(nn.Module):
         output_size: width of the result.
     """
 
-    def __init__(self, input_size: int, output_size: int, num_heads: int, num_kv_heads: int, head_dim: int, rope: RopeConfig) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, num_heads: int, num_kv_heads: int, head_dim: int, rope: RopeConfig
+    ) -> None:
         super().__init__()
         self.num_heads, self.num_kv_heads, self.head_dim, self.rope = num_heads, num_kv_heads, head_dim, rope
         self.q_proj = nn.Linear(input_size, num_heads * head_dim, bias=False)
@@ -83,7 +85,8 @@ class GroupedQueryAttention(nn.Module):
 
         Args:
             u: [B, T, input_size].
-            positions: [B, T] int64; -1 marks a padding row, which writes nothing that is ever read and whose output means nothing.
+            positions: [B, T] int64; -1 marks a padding row, which writes nothing that is ever read and whose output
+                means nothing.
 
         Returns:
             [B, T, output_size]. A slot written earlier for a position that was rolled back is overwritten before any
@@ -99,7 +102,11 @@ class GroupedQueryAttention(nn.Module):
         cache.upto = max(cache.upto, int(positions.max()) + 1)
         visible = torch.arange(cache.upto, device=u.device) <= positions.clamp(min=0).unsqueeze(-1)
         attended = functional.scaled_dot_product_attention(
-            q.transpose(1, 2), cache.k[:, :, : cache.upto], cache.v[:, :, : cache.upto],
-            attn_mask=visible.unsqueeze(1), scale=self.scale, enable_gqa=self.num_heads != self.num_kv_heads,
+            q.transpose(1, 2),
+            cache.k[:, :, : cache.upto],
+            cache.v[:, :, : cache.upto],
+            attn_mask=visible.unsqueeze(1),
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
         )
         return self.combine(attended.transpose(1, 2))

@@ -1,7 +1,7 @@
 """EAGLE-3: one decoder layer that reads the target's hidden states and drafts one token after another.
 
-Row i knows the target's states at position i and token x_{i+1}; its first draft is x_{i+2}. Parameter names are those that
-vLLM reads. The token embedding is the target's, frozen, and not a parameter here: embeddings come in as tensors.
+Row i knows the target's states at position i and token x_{i+1}; its first draft is x_{i+2}. Parameter names are those
+that vLLM reads. The token embedding is the target's, frozen, and not a parameter here: embeddings come in as tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.ttt import GroupedTTT, TTTAttention, TTTLayout
 from torchspec_core.errors import UserError
 
-
 MaskForm = Callable[[TTTLayout], TTTAttention]
+
 
 @dataclass(frozen=True)
 class Eagle3Config:
     """Shape of an EAGLE-3 drafter.
 
     Attributes:
-        aux_layers: canonical layer ids (residual stream after 0-based decoder layer j) whose states enter `fc`, in order.
+        aux_layers: canonical layer ids (residual stream after 0-based decoder layer j) whose states enter `fc`, in
+            order.
         draft_vocab_size: tokens the drafter can propose.
         norm_before_residual: the residual branch starts from the normed hidden state instead of the raw one.
     """
@@ -50,11 +51,15 @@ class Eagle3Config:
         if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
             raise UserError(f"capture.layers must name different layers, not {list(self.aux_layers)}")
         if self.num_heads % self.num_kv_heads:
-            raise UserError(f"drafter.num_heads {self.num_heads} must be a multiple of drafter.num_kv_heads {self.num_kv_heads}")
+            raise UserError(
+                f"drafter.num_heads {self.num_heads} is no multiple of drafter.num_kv_heads {self.num_kv_heads}"
+            )
         if self.head_dim % 2:
             raise UserError(f"drafter.head_dim {self.head_dim} must be even")
         if self.draft_vocab_size > self.vocab_size:
-            raise UserError(f"drafter.draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary of {self.vocab_size}")
+            raise UserError(
+                f"drafter.draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary, {self.vocab_size}"
+            )
 
     @property
     def num_aux(self) -> int:
@@ -68,8 +73,9 @@ class Eagle3Config:
     @staticmethod
     def from_json(values: dict[str, Any]) -> Eagle3Config:
         """The inverse of `to_json`."""
-        return Eagle3Config(**{
-            **values, "aux_layers": tuple(values["aux_layers"]), "rope": RopeConfig.from_json(values["rope"])})
+        return Eagle3Config(
+            **{**values, "aux_layers": tuple(values["aux_layers"]), "rope": RopeConfig.from_json(values["rope"])}
+        )
 
 
 class Eagle3Layer(nn.Module):
@@ -83,13 +89,16 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.self_attn = GroupedQueryAttention(
-            2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope)
+            2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope
+        )
         self.mlp = SwiGLU(size, config.intermediate_size)
 
     def enter(self, hidden: Tensor, embeds: Tensor) -> tuple[Tensor, Tensor]:
         """(input of the projections [..., 2H], residual [..., H]) of rows [..., H]."""
         normed = self.hidden_norm(hidden)
-        return torch.cat((self.input_layernorm(embeds), normed), dim=-1), normed if self.norm_before_residual else hidden
+        return torch.cat(
+            (self.input_layernorm(embeds), normed), dim=-1
+        ), normed if self.norm_before_residual else hidden
 
     def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         """The layer's output from the residual and the attention's result."""
@@ -116,12 +125,15 @@ class Eagle3Drafter(nn.Module):
         """Layer output [..., H] to draft logits [..., V_d]."""
         return self.lm_head(self.norm(out))
 
-    def rollout(self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, mask: MaskForm = GroupedTTT) -> list[Tensor]:
+    def rollout(
+        self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, mask: MaskForm = GroupedTTT
+    ) -> list[Tensor]:
         """Draft len(embeds) tokens deep from every drafted row, as inference would.
 
         Args:
             aux: [N, A * H_t] target states of all packed rows.
-            embeds: depth 0: [N, H], embedding of x_{i+1} for all rows; depth d > 0: [R, H], embedding of x_{i+1+d} for the drafted rows.
+            embeds: depth 0: [N, H], embedding of x_{i+1} for all rows; depth d > 0: [R, H], embedding of x_{i+1+d}
+                for the drafted rows.
             layout: documents, positions and drafted rows.
             mask: form of the mask, fast (default) or dense.
 
@@ -175,4 +187,3 @@ def init_weights(drafter: Eagle3Drafter, seed: int) -> None:
                 parameter.normal_(0.0, 0.02, generator=generator)
             else:
                 parameter.fill_(1.0)
-

@@ -29,10 +29,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Torch composes this norm of a dozen conversions on CPU; written out it reads its input three times, gradient included."""
+    """Torch composes this norm of a dozen conversions on CPU; written out it reads its input three times, gradient
+    included."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
         inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
@@ -41,13 +42,13 @@ class _RMSNorm(torch.autograd.Function):
         return unit * weight
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         unit, inverse, weight = ctx.saved_tensors
         product = grad * unit
         grad_weight = product.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[1] else None
         grad_x = None
         if ctx.needs_input_grad[0]:
-            # d/dx of x / rms: (g - unit * mean(g * unit)) / rms, with g = grad * weight; the mean is a product with the weight.
+            # d/dx of x / rms is (g - unit * mean(g * unit)) / rms, where g = grad * weight.
             mean = (product @ weight).unsqueeze(-1) / unit.shape[-1]
             grad_x = ((grad * weight - unit * mean) * inverse).to(unit.dtype)
         return grad_x, grad_weight, None

@@ -1,13 +1,14 @@
 """The training-time-test mask: which keys a drafted row sees, defined once, with a dense and a fast form.
 
-Rows of several documents are packed one after the other. Depth 0 makes keys for every row; each later depth makes keys
-for the *drafted* rows alone (the rows that lead to a loss). A drafted row at depth d sees the depth-0 keys at or before
-it in its own document, and its own keys of depths 1..d. Because only drafted rows query, dense and anchored drafting are
-the same code: anchors are a choice of `rows`.
+Rows of several documents are packed one after the other. Depth 0 makes keys for every row; each later depth makes
+keys for the *drafted* rows alone (the rows that lead to a loss). A drafted row at depth d sees the depth-0 keys at or
+before it in its own document, and its own keys of depths 1..d. Because only drafted rows query, dense and anchored
+drafting are the same code: anchors are a choice of `rows`.
 
-`DenseTTT` is the definition turned into a boolean matrix: the oracle. `GroupedTTT` lays documents side by side, multiplies once
-per KV head for all its query heads, and adds the few own-row keys as extra columns; no [rows x rows * depths] mask
-exists. (Torch's flash kernel for CPU was tried: at these lengths its bf16 backward alone took 20-70 ms where this form's products take 1.)
+`DenseTTT` is the definition turned into a boolean matrix: the oracle. `GroupedTTT` lays documents side by side,
+multiplies once per KV head for all its query heads, and adds the few own-row keys as extra columns; no [rows x rows *
+depths] mask exists. (Torch's flash kernel for CPU was tried: at these lengths its bf16 backward alone took 20-70 ms
+where this form's products take 1.)
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ class TTTLayout:
 
 
 def ttt_visible(
-    query_document: Tensor, query_position: Tensor, query_depth: int | Tensor,
-    key_document: Tensor, key_position: Tensor, key_depth: Tensor,
+    query_document: Tensor,
+    query_position: Tensor,
+    query_depth: int | Tensor,
+    key_document: Tensor,
+    key_position: Tensor,
+    key_depth: Tensor,
 ) -> Tensor:
     """The one definition (algorithms of EAGLE-3's training-time test); all arguments broadcast, result is boolean."""
     causal = (key_depth == 0) & (key_position <= query_position)
@@ -54,11 +59,14 @@ def ttt_visible(
 
 
 def dense_ttt_mask(layout: TTTLayout, depth: int) -> Tensor:
-    """[R, N + depth * R] boolean: the drafted rows against depth-0 keys, then the drafted rows' keys of depth 1, 2, ..."""
+    """[R, N + depth * R] boolean: the drafted rows against depth-0 keys, then the drafted rows' keys of depth 1, 2,
+    ..."""
     document, position, rows = layout.document, layout.position, layout.rows
     own_depths = torch.arange(1, depth + 1, device=rows.device).repeat_interleave(len(rows))
     return ttt_visible(
-        document[rows].unsqueeze(1), position[rows].unsqueeze(1), depth,
+        document[rows].unsqueeze(1),
+        position[rows].unsqueeze(1),
+        depth,
         torch.cat((document, document[rows].repeat(depth))),
         torch.cat((position, position[rows].repeat(depth))),
         torch.cat((torch.zeros_like(document), own_depths)),
@@ -66,14 +74,18 @@ def dense_ttt_mask(layout: TTTLayout, depth: int) -> Tensor:
 
 
 class TTTAttention(Protocol):
-    """A form of the mask, made for one batch: `context` takes the depth-0 keys and values once, `attend` serves every depth."""
+    """A form of the mask, made for one batch: `context` takes the depth-0 keys and values once, `attend` serves every
+    depth."""
 
     def context(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """[N, kv_heads, d], [N, kv_heads, dv] in the form that `attend` reads."""
         ...
 
-    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
-        """[R, heads, dv] for queries [R, heads, d]; `own`: (k, v) of the drafted rows, [R, kv_heads, ...], depths 1, 2, ..."""
+    def attend(
+        self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float
+    ) -> Tensor:
+        """[R, heads, dv] for queries [R, heads, d]; `own`: (k, v) of the drafted rows, [R, kv_heads, ...], depths 1,
+        2, ..."""
         ...
 
 
@@ -87,7 +99,9 @@ class DenseTTT:
         """Unchanged."""
         return k, v
 
-    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float
+    ) -> Tensor:
         """Every key against every row, then the mask."""
         group = q.shape[1] // context[0].shape[1]
         k = torch.cat((context[0], *(k for k, _ in own))).repeat_interleave(group, dim=1)
@@ -113,15 +127,17 @@ class GroupedTTT:
         """[documents * kv_heads, width, d]: zeros where a document has no row (always masked)."""
         return self._context(k), self._context(v)
 
-    def attend(self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float) -> Tensor:
+    def attend(
+        self, q: Tensor, context: tuple[Tensor, Tensor], own: Sequence[tuple[Tensor, Tensor]], scale: float
+    ) -> Tensor:
         """Softmax over [context ; own] columns; the backward pass is written out in `_GroupedAttention`."""
         out: Tensor = _GroupedAttention.apply(self, scale, q, *context, *(tensor for pair in own for tensor in pair))
         return out
 
     def fold(self, x: Tensor, kv_heads: int) -> Tensor:
         """[R, heads, d] to [documents * kv_heads, group * drafted, d]."""
-        padded = x.new_zeros((self.documents * self.drafted, *x.shape[1:]))
-        padded[self.query_slots] = x
+        padded = x.new_zeros((self.documents * self.drafted, *x.shape[1:]), dtype=_precise(x))
+        padded[self.query_slots] = x.to(padded.dtype)
         padded = padded.view(self.documents, self.drafted, kv_heads, -1, x.shape[2]).permute(0, 2, 3, 1, 4)
         return padded.reshape(self.documents * kv_heads, -1, x.shape[2])
 
@@ -135,26 +151,33 @@ class GroupedTTT:
         scores.view(self.documents, kv_heads, -1, self.drafted, self.width).masked_fill_(self.ahead, float("-inf"))
 
     def _context(self, x: Tensor) -> Tensor:
+        x = x.to(_precise(x))
         padded = x.new_zeros((self.documents * self.width, *x.shape[1:])).index_copy(0, self.key_slots, x)
         padded = padded.view(self.documents, self.width, *x.shape[1:]).transpose(1, 2)
         return padded.reshape(-1, self.width, x.shape[2])
 
 
+def _precise(x: Tensor) -> torch.dtype:
+    """Type of the batched products: on CPU fp32, as bf16 kernels are generated anew (2-3 ms) for each of many small
+    shapes."""
+    return torch.float32 if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x.dtype
+
+
 class _GroupedAttention(torch.autograd.Function):
-    """out = softmax([q K^T ; q . k_1 ; ... ; q . k_d]) [V ; v_1 ; ... ; v_d], with the own-row parts as products of rows."""
+    """out = softmax([q K^T ; q . k_1 ; ... ; q . k_d]) [V ; v_1 ; ... ; v_d], with the own-row parts as products of
+    rows."""
 
     @staticmethod
-    def forward(ctx: Any, form: GroupedTTT, scale: float, q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:  # type: ignore[override]
-        rows, heads, size = q.shape
+    def forward(ctx: Any, form: GroupedTTT, scale: float, q: Tensor, k0: Tensor, v0: Tensor, *own: Tensor) -> Tensor:
+        rows, heads, _ = q.shape
         kv_heads = k0.shape[0] // form.documents
-        q = q * scale
         split = (rows, kv_heads, heads // kv_heads, -1)
-        folded = form.fold(q, kv_heads)
+        folded = form.fold(q, kv_heads).mul_(scale)
         scores = torch.bmm(folded, k0.transpose(1, 2))
         form.hide_ahead(scores, kv_heads)
         if own:
             columns = [(q.view(split) * k.unsqueeze(2)).sum(dim=-1).view(rows, heads) for k in own[::2]]
-            scores = torch.cat((scores, form.fold(torch.stack(columns, dim=-1), kv_heads)), dim=-1)
+            scores = torch.cat((scores, form.fold(torch.stack(columns, dim=-1), kv_heads).mul_(scale)), dim=-1)
         weights = torch.softmax(scores, dim=-1)
         out = form.unfold(torch.bmm(weights[..., : form.width], v0), kv_heads)
         if own:
@@ -163,10 +186,10 @@ class _GroupedAttention(torch.autograd.Function):
                 out.view(split).addcmul_(shares[..., depth].reshape(split), v.unsqueeze(2))
         ctx.form, ctx.scale = form, scale
         ctx.save_for_backward(q, folded, weights, k0, v0, *own)
-        return out
+        return out.to(q.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         form: GroupedTTT = ctx.form
         q, folded, weights, k0, v0, *own = ctx.saved_tensors
         rows, heads, _ = q.shape
@@ -190,5 +213,6 @@ class _GroupedAttention(torch.autograd.Function):
             for depth, k in enumerate(own[::2]):
                 slope, share = slopes[..., depth].reshape(split), shares[..., depth].reshape(split)
                 grad_q.view(split).addcmul_(slope, k.unsqueeze(2))
-                grad_own += [(slope * q.view(split)).sum(dim=2), (share * grad.view(split)).sum(dim=2)]
-        return None, None, grad_q * ctx.scale, grad_k0, grad_v0, *grad_own
+                grad_k = (slope * q.view(split)).sum(dim=2).mul_(ctx.scale)
+                grad_own += [grad_k.to(q.dtype), (share * grad.view(split)).sum(dim=2).to(q.dtype)]
+        return None, None, grad_q.mul_(ctx.scale).to(q.dtype), grad_k0, grad_v0, *grad_own

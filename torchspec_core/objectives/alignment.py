@@ -1,7 +1,7 @@
 """Which target distributions supervise a drafter.
 
-The target's distribution after reading position t teaches every drafted row i at depth d with i + 1 + d = t. Whether it counts
-depends on t alone, in both conventions, so one weight per teacher position covers all depths:
+The target's distribution after reading position t teaches every drafted row i at depth d with i + 1 + d = t. Whether
+it counts depends on t alone, in both conventions, so one weight per teacher position covers all depths:
 
 - `predicted`: the token that is predicted, x_{t+1}, is supervised (m_{t+1}; t + 1 inside the document).
 - `reference`: what the reference implementations do, two tokens early (m_{t-1}).

@@ -38,8 +38,16 @@ def embed_rows(embedding: Tensor, ids: Tensor, index: Tensor) -> Tensor:
 
 
 def eagle3_loss(
-    drafter: Eagle3Drafter, teacher: Teacher, ids: Tensor, aux: Tensor, last: Tensor, index: TTTIndex,
-    depth_decay: float = 0.8, covered: Tensor | None = None, chunk: int = 1024, mask: MaskForm = GroupedTTT,
+    drafter: Eagle3Drafter,
+    teacher: Teacher,
+    ids: Tensor,
+    aux: Tensor,
+    last: Tensor,
+    index: TTTIndex,
+    depth_decay: float = 0.8,
+    covered: Tensor | None = None,
+    chunk: int = 1024,
+    mask: MaskForm = GroupedTTT,
 ) -> SoftCrossEntropy:
     """Loss of a packed batch.
 
@@ -55,14 +63,18 @@ def eagle3_loss(
         chunk: teacher positions at a time.
 
     Returns:
-        `sum_d depth_decay^d * mean over taught rows` with its additive parts; zero, connected to every parameter, if no row is taught.
+        `sum_d depth_decay^d * mean over taught rows` with its additive parts; zero, connected to every parameter, if
+        no row is taught.
     """
     embeds = [embed_rows(teacher.embedding, ids, following) for following in index.next_token]
     outs = drafter.rollout(aux, embeds, index.layout, mask)
-    normed = torch.stack([drafter.norm(out).index_select(0, rows) for out, rows in zip(outs, index.student, strict=True)])
+    normed = torch.stack(
+        [drafter.norm(out).index_select(0, rows) for out, rows in zip(outs, index.student, strict=True)]
+    )
     weight = index.weight.to(torch.float64) if aux.dtype == torch.float64 else index.weight
     if covered is not None:
         weight = weight * covered.index_select(0, index.teacher).to(weight.dtype)
     states = rms_norm(last.index_select(0, index.teacher), teacher.norm, teacher.eps)
     return soft_cross_entropy(
-        normed, drafter.lm_head.weight, states, teacher.head, weight, depth_coefficients(weight, depth_decay), chunk)
+        normed, drafter.lm_head.weight, states, teacher.head, weight, depth_coefficients(weight, depth_decay), chunk
+    )

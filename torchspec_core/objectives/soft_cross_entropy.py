@@ -1,14 +1,16 @@
 """Soft cross-entropy against the target's distribution, without a [rows x vocabulary] tensor that lives on.
 
-`-sum_v p_v log q_v` summed over taught rows; p = the target's softmax over the draft vocabulary (renormalised), q = the drafter's.
-One pass over chunks of teacher positions: a chunk's p is computed once and serves every depth; the gradients of
-hidden states and head are taken while the chunk's q is at hand, so backward only scales them. With dL/dlogits = q - p,
+`-sum_v p_v log q_v` summed over taught rows; p = the target's softmax over the draft vocabulary (renormalised), q =
+the drafter's. One pass over chunks of teacher positions: a chunk's p is computed once and serves every depth; the
+gradients of hidden states and head are taken while the chunk's q is at hand, so backward only scales them. With
+dL/dlogits = q - p,
 
     d hidden = c (q W - p W),   d W = sum_rows c (q - p) x hidden
 
-q and p are rows of one matrix and never subtracted: one product with W gives all q W and p W, one product with the scaled hidden rows (for the
-p rows: minus their sum over depths) gives d W, and p W gives the loss for free: sum_v p_v logit_v = (p W) . hidden. The logarithm of the partition comes from one column of the
-softmax. In bf16 the loss *value* is therefore good to about 0.005; in fp64 it is exact. Gradients agree with autograd.
+q and p are rows of one matrix and never subtracted: one product with W gives all q W and p W, one product with the
+scaled hidden rows (for the p rows: minus their sum over depths) gives d W, and p W gives the loss for free: sum_v p_v
+logit_v = (p W) . hidden. The logarithm of the partition comes from one column of the softmax. In bf16 the loss
+*value* is therefore good to about 0.005; in fp64 it is exact. Gradients agree with autograd.
 """
 
 from __future__ import annotations
@@ -38,7 +40,13 @@ class SoftCrossEntropy:
 
 
 def soft_cross_entropy(
-    hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, weight: Tensor, coefficient: Tensor, chunk: int = 1024,
+    hidden: Tensor,
+    head: Tensor,
+    teacher_hidden: Tensor,
+    teacher_head: Tensor,
+    weight: Tensor,
+    coefficient: Tensor,
+    chunk: int = 1024,
 ) -> SoftCrossEntropy:
     """Loss of all depths.
 
@@ -51,7 +59,9 @@ def soft_cross_entropy(
         coefficient: [D] factor of each depth's summed loss, denominators included.
         chunk: teacher positions at a time; memory grows with chunk x (D + 1) x V_d.
     """
-    loss, numerator, correct = _SoftCrossEntropy.apply(hidden, head, teacher_hidden, teacher_head, weight, coefficient, chunk)
+    loss, numerator, correct = _SoftCrossEntropy.apply(
+        hidden, head, teacher_hidden, teacher_head, weight, coefficient, chunk
+    )
     return SoftCrossEntropy(loss, numerator, correct, weight.sum(dim=1))
 
 
@@ -61,7 +71,8 @@ def _bits(p: Tensor) -> Tensor:
 
 
 def _most_likely(p: Tensor) -> Tensor:
-    """[rows] index of the largest of the probabilities [rows, V]; the place is sought in the winning block of columns only."""
+    """[rows] index of the largest of the probabilities [rows, V]; the place is sought in the winning block of columns
+    only."""
     bits = _bits(p)
     block = next(size for size in (64, 32, 16, 8, 4, 2, 1) if p.shape[1] % size == 0)
     blocks = bits.view(len(p), -1, block)
@@ -71,8 +82,15 @@ def _most_likely(p: Tensor) -> Tensor:
 
 class _SoftCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, hidden: Tensor, head: Tensor, teacher_hidden: Tensor, teacher_head: Tensor, weight: Tensor, coefficient: Tensor, chunk: int,
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        teacher_hidden: Tensor,
+        teacher_head: Tensor,
+        weight: Tensor,
+        coefficient: Tensor,
+        chunk: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         depths, positions, width = hidden.shape
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -86,7 +104,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             part = slice(start, min(start + chunk, positions))
             h, w, scale = hidden[:, part], weight[:, part], factor[:, part].unsqueeze(2)
             taught = depths * h.shape[1]
-            both = hidden.new_empty((taught + h.shape[1], len(head)))  # the drafter's rows of all depths, then the target's
+            both = hidden.new_empty(
+                (taught + h.shape[1], len(head))
+            )  # the drafter's rows of all depths, then the target's
             q, p = both[:taught], both[taught:]
             torch.mm(h.reshape(-1, width), head.T, out=q)
             torch.mm(teacher_hidden[part], teacher_head.T, out=p)
@@ -98,7 +118,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             products = both @ head
             p_head = products[taught:]
             partition = logit_at_best - q_at_best.to(precise).clamp(min=torch.finfo(q.dtype).tiny).log()
-            numerator += (w * (partition.view_as(w) - torch.linalg.vecdot(h.to(precise), p_head.to(precise)))).sum(dim=1)
+            numerator += (w * (partition.view_as(w) - torch.linalg.vecdot(h.to(precise), p_head.to(precise)))).sum(
+                dim=1
+            )
             if wants_grad:
                 grad_hidden[:, part] = (products[:taught].view_as(h) - p_head) * scale
                 scaled = (h * scale).to(h.dtype)
@@ -110,7 +132,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (coefficient.to(precise) * numerator).sum(), numerator, correct
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         factor = grad_loss.to(grad_hidden.dtype)
         return grad_hidden.mul_(factor), grad_head.to(grad_hidden.dtype).mul_(factor).T, None, None, None, None, None

@@ -1,9 +1,9 @@
 """The index arithmetic of training-time test: from lengths and loss masks to rows, depths and weights.
 
-Everything here is NumPy on the host and depends on lengths and masks only, so a batch's indices can be made ahead of time.
-A row takes part only if a loss depends on it: attention queries, MLP, head, softmax and teacher are never computed for
-other rows (a third of the tokens in a chat set). Sizes are rounded up to a multiple, because matrix kernels are generated for each
-new shape: a few shapes are met thousands of times.
+Everything here is NumPy on the host and depends on lengths and masks only, so a batch's indices can be made ahead of
+time. A row takes part only if a loss depends on it: attention queries, MLP, head, softmax and teacher are never
+computed for other rows (a third of the tokens in a chat set). Sizes are rounded up to a multiple, because matrix
+kernels are generated for each new shape: a few shapes are met thousands of times.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ class TTTIndex:
     Attributes:
         layout: documents, positions, drafted rows.
         teacher: [P] int64, packed positions whose target distribution teaches.
-        student: [D, P] int64, index into the drafted rows of the row that teacher p teaches at depth d (0 where there is none).
+        student: [D, P] int64, index into the drafted rows of the row that teacher p teaches at depth d (0 where there
+            is none).
         weight: [D, P] fp32, 1 where a row is taught, else 0.
-        next_token: [D] tensors of int64: packed index of the token that enters with each row at each depth (N at depth 0, then R);
-            -1 past the end of the document.
+        next_token: [D] tensors of int64: packed index of the token that enters with each row at each depth (N at
+            depth 0, then R); -1 past the end of the document.
     """
 
     layout: TTTLayout
@@ -44,8 +45,13 @@ def _round_up(value: int, multiple: int) -> int:
 
 
 def ttt_index(
-    lengths: Sequence[int], loss_mask: np.ndarray, depths: int, alignment: MaskAlignment = "predicted",
-    row_multiple: int = 1, width_multiple: int = 1, rows: np.ndarray | None = None,
+    lengths: Sequence[int],
+    loss_mask: np.ndarray,
+    depths: int,
+    alignment: MaskAlignment = "predicted",
+    row_multiple: int = 1,
+    width_multiple: int = 1,
+    rows: np.ndarray | None = None,
 ) -> TTTIndex:
     """Make the indices of a packed batch.
 
@@ -82,12 +88,21 @@ def ttt_index(
         inside = position[base] + 1 + depth < length[document[base]]
         following.append(torch.from_numpy(np.where(inside, base + 1 + depth, -1)))
     layout = TTTLayout(
-        document=torch.from_numpy(document), position=torch.from_numpy(position), rows=torch.from_numpy(rows),
-        rank=torch.from_numpy(rank), documents=len(length), width=_round_up(int(length.max()), width_multiple),
-        drafted=_round_up(int(counts.max()), width_multiple))
+        document=torch.from_numpy(document),
+        position=torch.from_numpy(position),
+        rows=torch.from_numpy(rows),
+        rank=torch.from_numpy(rank),
+        documents=len(length),
+        width=_round_up(int(length.max()), width_multiple),
+        drafted=_round_up(int(counts.max()), width_multiple),
+    )
     return TTTIndex(
-        layout=layout, teacher=torch.from_numpy(teacher), student=torch.from_numpy(np.maximum(student, 0)),
-        weight=torch.from_numpy((student >= 0).astype(np.float32)), next_token=tuple(following))
+        layout=layout,
+        teacher=torch.from_numpy(teacher),
+        student=torch.from_numpy(np.maximum(student, 0)),
+        weight=torch.from_numpy((student >= 0).astype(np.float32)),
+        next_token=tuple(following),
+    )
 
 
 def _fill(rows: np.ndarray, total: int, multiple: int) -> np.ndarray:
@@ -100,7 +115,8 @@ def _fill(rows: np.ndarray, total: int, multiple: int) -> np.ndarray:
 
 
 def depth_coefficients(weight: Tensor, depth_decay: float) -> Tensor:
-    """[D] factors that turn summed losses into `sum_d decay^d * mean_d`; a depth without rows gets a harmless denominator of 1.
+    """[D] factors that turn summed losses into `sum_d decay^d * mean_d`; a depth without rows gets a harmless
+    denominator of 1.
 
     Args:
         weight: [D, P].

@@ -1,7 +1,7 @@
 """Samples and packed batches: documents laid end to end, without padding between them.
 
-The packed length is rounded up with one empty document, because matrix kernels are generated for each new shape; that is
-the only padding, and `padding` counts it.
+The packed length is rounded up with one empty document, because matrix kernels are generated for each new shape; that
+is the only padding, and `padding` counts it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ WIDTH_MULTIPLE = 32
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation: ids [T] int, mask [T] bool, aux: one [T, H_t] tensor a layer, last: [T, H_t] before the final norm."""
+    """One conversation: ids [T] int, mask [T] bool, aux: one [T, H_t] tensor a layer, last: [T, H_t] before the final
+    norm."""
 
     ids: np.ndarray
     mask: np.ndarray
@@ -46,7 +47,8 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """ids [N] int64, aux [N, A * H_t], last [N, H_t], index of the rows; tokens: real ones; supervised: loss-mask tokens."""
+    """ids [N] int64, aux [N, A * H_t], last [N, H_t], index of the rows; tokens: real ones; supervised: loss-mask
+    tokens."""
 
     ids: Tensor
     aux: Tensor
@@ -62,8 +64,12 @@ class PackedBatch:
 
 
 def pack(
-    samples: Sequence[Sample], depths: int, alignment: MaskAlignment, dtype: torch.dtype,
-    row_multiple: int = ROW_MULTIPLE, width_multiple: int = WIDTH_MULTIPLE,
+    samples: Sequence[Sample],
+    depths: int,
+    alignment: MaskAlignment,
+    dtype: torch.dtype,
+    row_multiple: int = ROW_MULTIPLE,
+    width_multiple: int = WIDTH_MULTIPLE,
 ) -> PackedBatch:
     """Lay samples end to end; states are cast to `dtype` while they are copied."""
     lengths = [len(sample.ids) for sample in samples]
@@ -73,7 +79,10 @@ def pack(
         lengths.append(filler)
     ids, mask = np.zeros(tokens + filler, dtype=np.int64), np.zeros(tokens + filler, dtype=bool)
     width, layers = samples[0].last.shape[1], len(samples[0].aux)
-    aux, last = torch.zeros(tokens + filler, layers * width, dtype=dtype), torch.zeros(tokens + filler, width, dtype=dtype)
+    aux, last = (
+        torch.zeros(tokens + filler, layers * width, dtype=dtype),
+        torch.zeros(tokens + filler, width, dtype=dtype),
+    )
     start = 0
     for sample in samples:
         end = start + len(sample.ids)

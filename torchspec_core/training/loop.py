@@ -1,8 +1,8 @@
 """The training loop: packed batches through the objective, one optimiser step each, metrics read late, exact resume.
 
-Nothing in a step waits for a value: losses and norms stay tensors until a line of metrics is due. A checkpoint holds everything that
-the next step depends on, and the plan is a pure function of its inputs, so a killed run that starts again ends with the
-same bits as one that was never killed.
+Nothing in a step waits for a value: losses and norms stay tensors until a line of metrics is due. A checkpoint holds
+everything that the next step depends on, and the plan is a pure function of its inputs, so a killed run that starts
+again ends with the same bits as one that was never killed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,14 @@ class Report:
 
 
 def train(
-    drafter: Eagle3Drafter, teacher: Teacher, source: SampleSource, plan: Sequence[PlannedStep], settings: LoopSettings, scratch: Path,
-    report: Callable[[Report], None], validate: Callable[[Eagle3Drafter], dict[str, float]] | None = None,
+    drafter: Eagle3Drafter,
+    teacher: Teacher,
+    source: SampleSource,
+    plan: Sequence[PlannedStep],
+    settings: LoopSettings,
+    scratch: Path,
+    report: Callable[[Report], None],
+    validate: Callable[[Eagle3Drafter], dict[str, float]] | None = None,
 ) -> list[Tensor]:
     """Train `drafter` in place (it ends in the compute type) and return its final fp32 weights in parameter order.
 
@@ -87,41 +93,77 @@ def train(
         pending = [tuple(row) for row in saved["pending"]]
         _log.info("continuing at step %d of %d", first, len(plan))
     _truncate(metrics, saved["metrics_bytes"] if saved else 0)
-    began = mark = time.monotonic()
+    began = mark = lap = time.monotonic()
     with open(metrics, "a", encoding="utf-8") as lines:
         for step in range(first, len(plan)):
             batch = _load(source, plan[step], settings)
             result = eagle3_loss(
-                drafter, teacher, batch.ids, batch.aux, batch.last, batch.index, settings.depth_decay, chunk=settings.chunk)
+                drafter,
+                teacher,
+                batch.ids,
+                batch.aux,
+                batch.last,
+                batch.index,
+                settings.depth_decay,
+                chunk=settings.chunk,
+            )
             result.loss.backward()
             factor = lr_factor(step, len(plan), settings.schedule, settings.warmup, settings.decay)
             norm = optimizer.step(factor)
             if average:
                 torch._foreach_lerp_(average, [m.detach() for m in masters.master], 1.0 - settings.ema)
             tokens += batch.tokens
-            pending.append((
-                result.loss.detach(), result.numerator, result.correct, result.count, norm,
-                torch.tensor([batch.tokens, batch.supervised, len(batch.ids)], dtype=torch.float64)))
+            pending.append(
+                (
+                    result.loss.detach(),
+                    result.numerator,
+                    result.correct,
+                    result.count,
+                    norm,
+                    torch.tensor([batch.tokens, batch.supervised, len(batch.ids)], dtype=torch.float64),
+                )
+            )
             done = step + 1
             if done % settings.log_steps == 0 or done == len(plan):
                 numbers = _summarise(pending)
                 pending = []
+                now = time.monotonic()
                 numbers |= {
-                    "lr": settings.optimizer.lr * factor, "tokens_seen": tokens, "skipped": float(optimizer.skipped),
-                    "epoch": plan[step].epoch, "seconds": elapsed + time.monotonic() - began}
-                if validate is not None and settings.validate_steps and done % settings.validate_steps == 0 and done < len(plan):
+                    "supervised_per_second": numbers["supervised"] / max(now - lap, 1e-9),
+                    "lr": settings.optimizer.lr * factor,
+                    "tokens_seen": tokens,
+                    "skipped": float(optimizer.skipped),
+                    "epoch": plan[step].epoch,
+                    "seconds": elapsed + time.monotonic() - began,
+                }
+                if (
+                    validate is not None
+                    and settings.validate_steps
+                    and done % settings.validate_steps == 0
+                    and done < len(plan)
+                ):
                     numbers |= {f"val_{name}": value for name, value in validate(drafter).items()}
+                lap = now
                 lines.write(json.dumps({"step": done, **numbers}) + "\n")
                 lines.flush()
                 report(Report(done, len(plan), numbers))
             if time.monotonic() - mark >= settings.checkpoint_seconds and done < len(plan):
-                save_checkpoint(scratch, {
-                    "step": done, "tokens": tokens, "seconds": elapsed + time.monotonic() - began, "optimizer": optimizer.state(),
-                    "average": average, "pending": [list(row) for row in pending], "metrics_bytes": lines.tell()})
+                save_checkpoint(
+                    scratch,
+                    {
+                        "step": done,
+                        "tokens": tokens,
+                        "seconds": elapsed + time.monotonic() - began,
+                        "optimizer": optimizer.state(),
+                        "average": average,
+                        "pending": [list(row) for row in pending],
+                        "metrics_bytes": lines.tell(),
+                    },
+                )
                 mark = time.monotonic()
     final = average or [m.detach() for m in masters.master]
     with torch.no_grad():
-        torch._foreach_copy_(masters.working, final)
+        torch._foreach_copy_(list[Tensor](masters.working), final)
     return final
 
 
@@ -138,7 +180,9 @@ def _truncate(path: Path, size: int) -> None:
 
 def _summarise(pending: list[tuple[Tensor, ...]]) -> dict[str, float]:
     """Mean loss and norm, and accuracies pooled over the rows, of the steps since the last line."""
-    loss, numerator, correct, count, norm, sizes = (torch.stack(column).double() for column in zip(*pending, strict=True))
+    loss, numerator, correct, count, norm, sizes = (
+        torch.stack(column).double() for column in zip(*pending, strict=True)
+    )
     rows = count.sum(dim=0).clamp(min=1.0)
     total = sizes.sum(dim=0)
     numbers: dict[str, Any] = {"loss": loss.mean(), "grad_norm": norm.mean()}

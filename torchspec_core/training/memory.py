@@ -1,7 +1,8 @@
 """Keep freed memory instead of returning it to the kernel after every tensor.
 
-glibc maps large blocks anew for every allocation, so each step would fault in hundreds of megabytes of fresh pages: a 2048 x 8192 bf16
-product took 67-77 ms with fresh pages and 17-18 ms with kept ones (2 cores). Without glibc this does nothing.
+glibc maps large blocks anew for every allocation, so each step would fault in hundreds of megabytes of fresh pages: a
+2048 x 8192 bf16 product took 67-77 ms with fresh pages and 17-18 ms with kept ones (2 cores). Without glibc this does
+nothing.
 """
 
 from __future__ import annotations

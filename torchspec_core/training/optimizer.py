@@ -1,8 +1,9 @@
 """Parameters in the compute type with fp32 masters, and one optimiser step over them.
 
-Clipping and the skip of a non-finite update ride along inside fused AdamW (`grad_scale`, `found_inf`), so they cost no pass over
-memory and no host synchronisation. Under `muon` the matrices of the layer and of `fc` use `torch.optim.Muon`; head and norms stay
-with AdamW. Library Muon has no on-device skip, so there the host looks at the norm once a step.
+Clipping and the skip of a non-finite update ride along inside fused AdamW (`grad_scale`, `found_inf`), so they cost
+no pass over memory and no host synchronisation. Under `muon` the matrices of the layer and of `fc` use
+`torch.optim.Muon`; head and norms stay with AdamW. Library Muon has no on-device skip, so there the host looks at the
+norm once a step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 
 @dataclass
 class Masters:
-    """`working` are the module's parameters (compute type), `master` their fp32 originals; the same tensors if types agree."""
+    """`working` are the module's parameters (compute type), `master` their fp32 originals; the same tensors if types
+    agree."""
 
     names: list[str]
     working: list[nn.Parameter]
@@ -55,7 +57,9 @@ def make_masters(drafter: nn.Module, dtype: torch.dtype) -> Masters:
     names = [name for name, _ in drafter.named_parameters()]
     for module in drafter.modules():
         if isinstance(module, nn.Linear) and module.out_features > 4 * module.in_features:
-            module.weight.data = module.weight.data.T.contiguous().T  # a wide head's gradient comes column-major; copies would cost more
+            module.weight.data = (
+                module.weight.data.T.contiguous().T
+            )  # a wide head's gradient comes column-major; copies would cost more
     if dtype == torch.float32:
         working = list(drafter.parameters())
         return Masters(names, working, working)
@@ -88,7 +92,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, factor: float) -> Tensor:
-        """Clip, update, publish; `factor` scales the learning rates. Returns the gradient norm (0-d, before clipping)."""
+        """Clip, update, publish; `factor` scales the learning rates. Returns the gradient norm (0-d, before
+        clipping)."""
         gradients = self.masters.take_gradients()
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
         scale = (norm / self.settings.clip).clamp(min=1.0)
@@ -111,8 +116,10 @@ class Optimizer:
     def state(self) -> dict[str, Any]:
         """All that a resumed run needs, masters included."""
         return {
-            "masters": [m.detach() for m in self.masters.master], "adamw": self.adamw.state_dict(),
-            "muon": None if self.muon is None else self.muon.state_dict(), "skipped": self.skipped,
+            "masters": [m.detach() for m in self.masters.master],
+            "adamw": self.adamw.state_dict(),
+            "muon": None if self.muon is None else self.muon.state_dict(),
+            "skipped": self.skipped,
         }
 
     @torch.no_grad()
@@ -141,6 +148,9 @@ def make_optimizer(masters: Masters, settings: OptimizerSettings) -> Optimizer:
         {"params": pick(vectors), "weight_decay": 0.0},
     ]
     adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=settings.lr, betas=settings.betas, fused=True)
-    muon = torch.optim.Muon(
-        pick(orthogonal), lr=settings.muon_lr, weight_decay=settings.weight_decay) if settings.kind == "muon" else None
+    muon = (
+        torch.optim.Muon(pick(orthogonal), lr=settings.muon_lr, weight_decay=settings.weight_decay)
+        if settings.kind == "muon"
+        else None
+    )
     return Optimizer(settings, masters, adamw, muon, torch.zeros(()))

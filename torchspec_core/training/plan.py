@@ -1,9 +1,9 @@
 """The batch plan: which samples form which step, for all epochs, as a pure function of lengths and settings.
 
-Samples are shuffled, cut into windows of a few dozen steps, sorted by length inside a window (attention is laid out by the longest document
-of a batch), filled into batches up to the token budget, and the batches of an epoch are shuffled again. So
-batches hold like lengths, yet no order by length is left across steps. With several ranks a batch is dealt longest first to
-the rank with the fewest tokens.
+Samples are shuffled, cut into windows of a few dozen steps, sorted by length inside a window (attention is laid out
+by the longest document of a batch), filled into batches up to the token budget, and the batches of an epoch are
+shuffled again. So batches hold like lengths, yet no order by length is left across steps. With several ranks a batch
+is dealt longest first to the rank with the fewest tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ class PlannedStep:
     ranks: tuple[tuple[int, ...], ...]
 
 
-def plan_epoch(lengths: np.ndarray, seed: int, epoch: int, tokens_per_step: int, world_size: int = 1) -> list[PlannedStep]:
+def plan_epoch(
+    lengths: np.ndarray, seed: int, epoch: int, tokens_per_step: int, world_size: int = 1
+) -> list[PlannedStep]:
     """All steps of one epoch; each sample is in exactly one.
 
     Args:
@@ -40,8 +42,9 @@ def plan_epoch(lengths: np.ndarray, seed: int, epoch: int, tokens_per_step: int,
     share = tokens_per_step // world_size
     if len(lengths) and int(lengths.max()) > share:
         raise UserError(
-            f"a sample of {int(lengths.max())} tokens does not fit training.tokens_per_step={tokens_per_step} on {world_size} rank(s); "
-            "raise it or lower data.max_length")
+            f"a sample of {int(lengths.max())} tokens does not fit "
+            f"training.tokens_per_step={tokens_per_step} on {world_size} rank(s); raise it or lower data.max_length"
+        )
     random = np.random.default_rng([seed, epoch])
     order = random.permutation(len(lengths))
     window = max(1, int(_WINDOW_STEPS * tokens_per_step / max(1.0, float(lengths.mean())))) if len(lengths) else 1
@@ -70,7 +73,9 @@ def _fill(samples: np.ndarray, lengths: np.ndarray, share: int, world_size: int)
     return batches
 
 
-def plan_steps(lengths: np.ndarray, seed: int, epochs: float, tokens_per_step: int, world_size: int = 1) -> list[PlannedStep]:
+def plan_steps(
+    lengths: np.ndarray, seed: int, epochs: float, tokens_per_step: int, world_size: int = 1
+) -> list[PlannedStep]:
     """The steps of all epochs; a fractional last epoch takes that share of its steps, rounded up."""
     steps: list[PlannedStep] = []
     for epoch in range(math.ceil(epochs)):

@@ -11,8 +11,8 @@ Schedule = Literal["constant", "linear", "cosine", "wsd"]
 def lr_factor(step: int, steps: int, schedule: Schedule, warmup: float, decay: float) -> float:
     """Factor of the rate at `step` (0-based) of `steps`.
 
-    Warm-up rises linearly over `warmup * steps` steps. Then: `constant` stays; `linear` and `cosine` fall to 0 at the end; `wsd`
-    stays, and falls linearly to 0 over the last `decay * steps` steps.
+    Warm-up rises linearly over `warmup * steps` steps. Then: `constant` stays; `linear` and `cosine` fall to 0 at the
+    end; `wsd` stays, and falls linearly to 0 over the last `decay * steps` steps.
     """
     rising = round(warmup * steps)
     if step < rising:

@@ -1,8 +1,8 @@
 """Teacher-forced validation: how many of the drafter's tokens are the target's own most likely tokens.
 
-Everything is measured against the target's argmax over its *whole* vocabulary: a token that the draft vocabulary lacks is a miss, as it
-is in serving. `estimated_acceptance_length` is an estimate from these rows, not a measured acceptance: one plus the
-mean number of leading depths of a row that are right.
+Everything is measured against the target's argmax over its *whole* vocabulary: a token that the draft vocabulary
+lacks is a miss, as it is in serving. `estimated_acceptance_length` is an estimate from these rows, not a measured
+acceptance: one plus the mean number of leading depths of a row that are right.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class DraftedRows:
 
 
 @torch.no_grad()
-def drafted_rows(drafter: Eagle3Drafter, teacher: Teacher, full_head: Tensor, kept: Tensor, batch: PackedBatch) -> DraftedRows:
+def drafted_rows(
+    drafter: Eagle3Drafter, teacher: Teacher, full_head: Tensor, kept: Tensor, batch: PackedBatch
+) -> DraftedRows:
     """Compare all drafts of a batch with the target.
 
     Args:
@@ -54,9 +56,14 @@ def drafted_rows(drafter: Eagle3Drafter, teacher: Teacher, full_head: Tensor, ke
 
 
 def validate(
-    drafter: Eagle3Drafter, teacher: Teacher, full_head: Tensor, kept: Tensor, batches: Iterable[PackedBatch],
+    drafter: Eagle3Drafter,
+    teacher: Teacher,
+    full_head: Tensor,
+    kept: Tensor,
+    batches: Iterable[PackedBatch],
 ) -> dict[str, float]:
-    """Flat metrics: `acc_d` (of one depth alone), `slot_d` (this depth and all before it right), `estimated_acceptance_length`, `rows`."""
+    """Flat metrics: `acc_d` (of one depth alone), `slot_d` (this depth and all before it right),
+    `estimated_acceptance_length`, `rows`."""
     parts = [drafted_rows(drafter, teacher, full_head, kept, batch) for batch in batches]
     hit, valid = torch.cat([p.hit for p in parts], dim=1), torch.cat([p.valid for p in parts], dim=1)
     count = valid.sum(dim=1).clamp(min=1)

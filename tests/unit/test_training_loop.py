@@ -1,0 +1,231 @@
+"""The loop on a tiny model: resume to the bit, skipped updates, learning, clipping."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.objectives.eagle3 import Teacher, embed_rows
+from torchspec_core.training.batch import Sample, pack
+from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
+from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
+from torchspec_core.training.plan import plan_steps
+from torchspec_core.training.validation import validate
+
+SIZE, VOCABULARY = 16, 32
+ADAMW = OptimizerSettings("adamw", 3e-3, 0.02, 0.01, (0.9, 0.95), 1.0)
+SETTINGS = LoopSettings(
+    ttt_length=2,
+    depth_decay=0.8,
+    alignment="predicted",
+    optimizer=ADAMW,
+    schedule="wsd",
+    warmup=0.1,
+    decay=0.3,
+    dtype=torch.bfloat16,
+    ema=0.0,
+    checkpoint_seconds=1e9,
+    validate_steps=0,
+    log_steps=3,
+)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Tensors of a few hundred numbers: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Samples:
+    """Random states and tokens; sample `poison` holds a NaN; a read past `limit` stops the run."""
+
+    def __init__(self, count: int = 24, poison: int | None = None, limit: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(2)
+        random = np.random.default_rng(2)
+        self.items = []
+        for i in range(count):
+            length = int(random.integers(8, 30))
+            aux = torch.randn(length, 2 * SIZE, generator=generator)
+            if i == poison:
+                aux[3, 3] = float("nan")
+            ids = random.integers(0, VOCABULARY, length).astype(np.int32)
+            self.items.append(
+                Sample(
+                    ids, np.arange(length) >= 4, tuple(aux.chunk(2, 1)), torch.randn(length, SIZE, generator=generator)
+                )
+            )
+        self.lengths = np.array([len(item.ids) for item in self.items])
+        self.reads, self.limit = 0, limit
+
+    def get(self, i: int) -> Sample:
+        self.reads += 1
+        if self.limit is not None and self.reads > self.limit:
+            raise InterruptedError
+        return self.items[i]
+
+
+def drafter() -> Eagle3Drafter:
+    model = Eagle3Drafter(
+        Eagle3Config(
+            hidden_size=SIZE,
+            target_hidden_size=SIZE,
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=4,
+            intermediate_size=24,
+            vocab_size=VOCABULARY,
+            draft_vocab_size=VOCABULARY,
+            aux_layers=(0, 1),
+        )
+    )
+    init_weights(model, 0)
+    return model
+
+
+def teacher(dtype: torch.dtype = torch.bfloat16) -> Teacher:
+    generator = torch.Generator().manual_seed(9)
+    embedding, head = (torch.randn(VOCABULARY, SIZE, generator=generator).to(dtype) for _ in range(2))
+    return Teacher(embedding, torch.ones(SIZE, dtype=dtype), 1e-5, head)
+
+
+def run(
+    folder: Path, source: Samples, settings: LoopSettings = SETTINGS, epochs: float = 3
+) -> tuple[list[Tensor], list[Report]]:
+    folder.mkdir(exist_ok=True)
+    reports: list[Report] = []
+    torch.manual_seed(0)
+    plan = plan_steps(source.lengths, 0, epochs, 96)
+    return train(drafter(), teacher(settings.dtype), source, plan, settings, folder, reports.append), reports
+
+
+def trace(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k not in ("seconds", "supervised_per_second")} for row in rows]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SETTINGS,
+        replace(SETTINGS, ema=0.9),
+        replace(SETTINGS, optimizer=replace(ADAMW, kind="muon")),
+        replace(SETTINGS, dtype=torch.float32),
+    ],
+    ids=["adamw", "ema", "muon", "fp32"],
+)
+@pytest.mark.parametrize("stop", [10, 41])
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, settings: LoopSettings, stop: int) -> None:
+    settings = replace(settings, checkpoint_seconds=1e-9)
+    whole, _ = run(tmp_path / "whole", Samples(), settings)
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "cut", Samples(limit=stop), settings)
+    resumed = Samples()
+    again, _ = run(tmp_path / "cut", resumed, settings)
+    assert resumed.reads < 3 * 24  # it did not start over
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    assert trace(tmp_path / "whole") == trace(tmp_path / "cut")
+
+
+def test_a_sample_that_is_not_finite_costs_one_update_an_epoch(tmp_path: Path) -> None:
+    weights, reports = run(tmp_path, Samples(poison=5))
+    assert reports[-1].numbers["skipped"] == 3
+    assert all(torch.isfinite(weight).all() for weight in weights)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_a_non_finite_gradient_changes_nothing(kind: str) -> None:
+    model = drafter()
+    masters = make_masters(model, torch.bfloat16)
+    optimizer = make_optimizer(masters, replace(ADAMW, kind=kind))
+
+    def fill(value: float) -> None:
+        for parameter in masters.working:
+            parameter.grad = torch.full_like(parameter, value)
+
+    fill(0.1)
+    optimizer.step(1.0)
+    before = [m.detach().clone() for m in masters.master]
+    fill(float("nan"))
+    optimizer.step(1.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, masters.master, strict=True))
+    assert optimizer.skipped.item() == 1
+    fill(0.1)
+    optimizer.step(1.0)
+    assert not any(torch.equal(a, b) for a, b in zip(before, masters.master, strict=True))
+
+
+def test_adamw_with_clipping_is_the_textbook_update() -> None:
+    module = nn.Linear(3, 2, bias=False)
+    start = module.weight.detach().clone().double()
+    masters = make_masters(module, torch.float32)
+    settings = OptimizerSettings("adamw", 0.1, 0.0, 0.05, (0.9, 0.99), 1.0)
+    optimizer = make_optimizer(masters, settings)
+    expected, m, v = start, torch.zeros(2, 3, dtype=torch.float64), torch.zeros(2, 3, dtype=torch.float64)
+    for step in range(1, 4):
+        gradient = torch.arange(1.0, 7.0).view(2, 3) * (0.01 if step == 2 else 1.0)
+        module.weight.grad = gradient.clone()
+        assert optimizer.step(0.5).item() == pytest.approx(gradient.norm().item())
+        clipped = gradient.double() / max(1.0, float(gradient.norm()))
+        m, v = 0.9 * m + 0.1 * clipped, 0.99 * v + 0.01 * clipped**2
+        expected = expected * (1 - 0.05 * 0.05)
+        expected = expected - 0.05 * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)).sqrt() + 1e-8)
+    torch.testing.assert_close(module.weight.detach().double(), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_loss_falls_and_metrics_are_complete(tmp_path: Path) -> None:
+    _, reports = run(tmp_path, Samples(), epochs=12)
+    assert reports[-1].numbers["loss"] < 0.9 * reports[0].numbers["loss"]
+    assert reports[-1].step == reports[-1].steps == len(plan_steps(Samples().lengths, 0, 12, 96))
+    rows = trace(tmp_path)
+    assert sum(row["tokens"] for row in rows) == 12 * Samples().lengths.sum() == rows[-1]["tokens_seen"]
+    assert {
+        "loss_0",
+        "loss_1",
+        "acc_0",
+        "acc_1",
+        "lr",
+        "grad_norm",
+        "supervised",
+        "padding",
+        "skipped",
+        "epoch",
+    } <= rows[0].keys()
+
+
+def test_validation_counts_misses_and_leading_hits() -> None:
+    """By hand: drafts and targets through one-hot states, so that every argmax is known."""
+    model, target = drafter().double(), teacher(torch.float64)
+    batch = pack([Samples().items[0]], 2, "predicted", torch.float64, 1, 1)
+    full = torch.randn(VOCABULARY, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    kept = torch.arange(VOCABULARY)
+    result = validate(model, target, full, kept, [batch])
+    layout, hits = batch.index.layout, [[], []]  # type: ignore[var-annotated]
+    outs = model.rollout(
+        batch.aux, [embed_rows(target.embedding, batch.ids, n) for n in batch.index.next_token], layout
+    )
+    normed = batch.last / (batch.last.square().mean(1, keepdim=True) + 1e-5).sqrt()
+    wanted = (normed @ full.T).argmax(1)
+    length = len(batch.ids)
+    for depth, out in enumerate(outs):
+        for row, i in enumerate(layout.rows.tolist()):
+            if 4 <= i + 2 + depth < length:
+                hits[depth].append((i, bool(model.logits(out[row]).argmax() == wanted[i + 1 + depth])))
+    first = dict(hits[0])
+    assert result["rows"] == len(hits[0])
+    assert result["acc_0"] == pytest.approx(np.mean([hit for _, hit in hits[0]]))
+    assert result["acc_1"] == pytest.approx(np.mean([hit for _, hit in hits[1]]))
+    assert result["slot_1"] == pytest.approx(np.mean([hit and first.get(i, False) for i, hit in hits[1]]))
+    assert result["estimated_acceptance_length"] == pytest.approx(1 + result["slot_0"] + result["slot_1"])
+    none = validate(model, target, full, torch.full((VOCABULARY,), -1), [batch])  # no draft token is any target token
+    assert none["acc_0"] == none["acc_1"] == 0.0

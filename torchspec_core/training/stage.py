@@ -1,0 +1,243 @@
+"""The `drafter` stage: target, tokens, vocabulary and hidden states in; a trained drafter out.
+
+Output: `drafter.safetensors` (fp32, names as vLLM reads them), `drafter.json` (its shape), `metrics.jsonl` (a line each
+`training.log_steps` steps), `validation.json` (a few samples that were held out of the training, chosen by their ids).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchspec_core.data.tokenset import TokenSet
+from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.errors import UserError
+from torchspec_core.objectives.eagle3 import Teacher
+from torchspec_core.stages.job import Job
+from torchspec_core.store.files import StateSet
+from torchspec_core.targets.engine import DTYPES, TargetHead, load_embedding, load_head, set_threads
+from torchspec_core.targets.facts import TargetFacts, read_facts
+from torchspec_core.training.batch import PackedBatch, Sample, pack
+from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
+from torchspec_core.training.memory import keep_freed_memory
+from torchspec_core.training.optimizer import OptimizerSettings
+from torchspec_core.training.plan import plan_epoch, plan_steps
+from torchspec_core.training.validation import validate
+
+_log = logging.getLogger("torchspec.training")
+_HELD_OUT_EACH, _HELD_OUT_MOST = 32, 64
+WEIGHTS, CONFIG, VALIDATION = "drafter.safetensors", "drafter.json", "validation.json"
+
+
+@dataclass(frozen=True)
+class StateSamples:
+    """Samples whose tokens and states are at rest; `places` are indices into the token set."""
+
+    tokens: TokenSet
+    states: StateSet
+    places: np.ndarray
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """[samples] tokens."""
+        return self.tokens.lengths[self.places]
+
+    def get(self, i: int) -> Sample:
+        """Sample i: views of the mapped files."""
+        row = self.tokens.get(int(self.places[i]))
+        *aux, last = self.states.get(row.sample_id).values()
+        return Sample(row.input_ids, row.loss_mask, tuple(aux), last)
+
+
+def hold_out(sample_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+    """(training places, validation places): one sample in 32, 64 at most, by the smallest hashes of their ids.
+
+    A sample's side depends on ids alone, so it does not move when a run is repeated with other settings.
+    """
+    order = sorted(range(len(sample_ids)), key=lambda i: hashlib.blake2b(sample_ids[i].encode()).digest())
+    count = min(_HELD_OUT_MOST, max(1, len(order) // _HELD_OUT_EACH))
+    held = np.sort(np.asarray(order[:count], dtype=np.int64))
+    return np.setdiff1d(np.arange(len(order)), held), held
+
+
+def drafter_config(settings: dict[str, Any], facts: TargetFacts, aux_layers: Sequence[int]) -> Eagle3Config:
+    """The drafter's shape: what the recipe's `drafter` section leaves open is as the target's."""
+
+    def size(name: str) -> int:
+        return int(settings[name] if settings[name] is not None else getattr(facts, name))
+
+    return Eagle3Config(
+        hidden_size=facts.hidden_size,
+        target_hidden_size=facts.hidden_size,
+        num_heads=size("num_heads"),
+        num_kv_heads=size("num_kv_heads"),
+        head_dim=size("head_dim"),
+        intermediate_size=size("intermediate_size"),
+        vocab_size=facts.vocab_size,
+        draft_vocab_size=settings["draft_vocab_size"],
+        aux_layers=tuple(aux_layers),
+        rms_norm_eps=facts.rms_norm_eps,
+        rope=RopeConfig(theta=facts.rope_theta),
+        max_position_embeddings=facts.max_position_embeddings,
+        norm_before_residual=settings["norm_before_residual"],
+    )
+
+
+def new_drafter(config: Eagle3Config, init: str, seed: int, head: TargetHead, kept: Tensor) -> Eagle3Drafter:
+    """An untrained fp32 drafter; `init="target"` copies the target's head rows and final norm."""
+    drafter = Eagle3Drafter(config)
+    init_weights(drafter, seed)
+    if init == "target":
+        with torch.no_grad():
+            drafter.lm_head.weight.copy_(head.head_weight[kept])
+            drafter.norm.weight.copy_(head.norm_weight)
+    return drafter
+
+
+def loop_settings(training: dict[str, Any], runtime: dict[str, Any]) -> LoopSettings:
+    """The recipe's `training` section, identity and runtime sides, as the loop takes it."""
+    optimizer = OptimizerSettings(
+        training["optimizer"],
+        training["lr"],
+        training["muon_lr"],
+        training["weight_decay"],
+        tuple(training["betas"]),
+        training["clip"],
+    )
+    return LoopSettings(
+        ttt_length=training["ttt_length"],
+        depth_decay=training["depth_decay"],
+        alignment=training["mask_alignment"],
+        optimizer=optimizer,
+        schedule=training["schedule"],
+        warmup=training["warmup"],
+        decay=training["decay"],
+        dtype=DTYPES[training["dtype"]],
+        ema=training["ema"],
+        checkpoint_seconds=runtime["checkpoint_seconds"],
+        validate_steps=runtime["validate_steps"],
+        log_steps=runtime["log_steps"],
+    )
+
+
+def build(job: Job) -> None:
+    """Train and write the drafter; a killed run continues at its last checkpoint.
+
+    Raises:
+        UserError: states or vocabulary that do not belong to the tokens or the recipe; a sample longer than a step.
+    """
+    if job.workspace.done(WEIGHTS) and job.workspace.done(VALIDATION):
+        return
+    keep_freed_memory()
+    set_threads(job.runtime["run"]["threads"])
+    training, seed = job.params["training"], job.params["run"]["seed"]
+    settings = loop_settings(training, job.runtime["training"])
+    facts = read_facts(job.inputs["target"])
+    head = load_head(job.inputs["target"], settings.dtype)
+    kept = _kept_tokens(job.inputs["vocabulary"] / "t2d.npy", job.params["drafter"]["draft_vocab_size"], facts)
+    teacher = Teacher(
+        load_embedding(job.inputs["target"], settings.dtype), head.norm_weight, head.eps, head.head_weight[kept]
+    )
+    source, held = _samples(job, facts)
+    config = drafter_config(job.params["drafter"], facts, source.states.layers[:-1])
+    drafter = new_drafter(config, job.params["drafter"]["init"], seed, head, kept)
+    plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"])
+    batches = _validation_batches(held, training["tokens_per_step"], settings)
+    check = partial(validate, teacher=teacher, full_head=head.head_weight, kept=kept, batches=batches)
+    scratch = job.workspace.scratch("checkpoint")
+    parameters = sum(p.numel() for p in drafter.parameters())
+    _log.info(
+        "%d samples, %d held out, %d steps, %d parameters", len(source.places), len(held.places), len(plan), parameters
+    )
+    weights = train(drafter, teacher, source, plan, settings, scratch, partial(_report, job), check)
+    metrics = check(drafter)
+    names = [name for name, _ in drafter.named_parameters()]
+    tensors = {name: weight.contiguous() for name, weight in zip(names, weights, strict=True)}
+    with job.workspace.shard(METRICS) as path:
+        shutil.copyfile(scratch / METRICS, path)
+    with job.workspace.shard(CONFIG) as path:
+        path.write_text(json.dumps(config.to_json(), indent=1))
+    with job.workspace.shard(WEIGHTS) as path:
+        save_file(tensors, path, metadata={"format": "pt"})
+    with job.workspace.shard(VALIDATION) as path:
+        path.write_text(json.dumps({**metrics, "samples": len(held.places)}, indent=1))
+    job.workspace.record(
+        rows=len(plan),
+        steps=len(plan),
+        samples=len(source.places),
+        parameters=parameters,
+        tokens=int(sum(source.lengths[list(step.ranks[0])].sum() for step in plan)),
+        estimated_acceptance_length=metrics["estimated_acceptance_length"],
+        acc_0=metrics["acc_0"],
+    )
+
+
+def _kept_tokens(path: Path, size: int, facts: TargetFacts) -> Tensor:
+    """[V_d] int64 ascending target ids of the draft vocabulary."""
+    in_vocabulary = np.load(path)
+    if in_vocabulary.shape != (facts.vocab_size,) or int(in_vocabulary.sum()) != size:
+        raise UserError(
+            f"{path} keeps {int(in_vocabulary.sum())} of {len(in_vocabulary)} tokens, not the {size} of "
+            f"drafter.draft_vocab_size out of the target's {facts.vocab_size}: delete that folder and run again"
+        )
+    return torch.from_numpy(np.flatnonzero(in_vocabulary))
+
+
+def _samples(job: Job, facts: TargetFacts) -> tuple[StateSamples, StateSamples]:
+    """(training, validation) samples; states that do not fit the tokens are refused before the first step."""
+    tokens = TokenSet(job.inputs["tokens"])
+    states = StateSet(job.inputs["states"], verify=job.runtime["store"]["verify"])
+    lengths = dict(zip(states.ids, states.lengths.tolist(), strict=True))
+    wrong = [i for i, n in zip(tokens.sample_ids, tokens.lengths.tolist(), strict=True) if lengths.get(i) != n]
+    if wrong:
+        raise UserError(
+            f"{states.path} has no states of the right length for {len(wrong)} samples (first: {wrong[0]}): "
+            "delete that folder and run again"
+        )
+    if states.hidden_size != facts.hidden_size or states.layers[-1] != facts.final_layer:
+        raise UserError(
+            f"{states.path} holds states of width {states.hidden_size} and final layer {states.layers[-1]}, the target "
+            f"has width {facts.hidden_size} and final layer {facts.final_layer}: they come from another target"
+        )
+    if len(tokens) < 2:
+        raise UserError(
+            f"{tokens.folder} holds {len(tokens)} sample(s); training needs two at least: raise data.prompts.rows"
+        )
+    chosen, held = hold_out(tokens.sample_ids)
+    return StateSamples(tokens, states, chosen), StateSamples(tokens, states, held)
+
+
+def _validation_batches(held: StateSamples, tokens_per_step: int, settings: LoopSettings) -> list[PackedBatch]:
+    plan = plan_epoch(held.lengths, 0, 0, tokens_per_step)
+    return [
+        pack([held.get(i) for i in step.ranks[0]], settings.ttt_length, settings.alignment, settings.dtype)
+        for step in plan
+    ]
+
+
+def _report(job: Job, report: Report) -> None:
+    numbers = report.numbers
+    job.progress.update(
+        report.step,
+        report.steps,
+        unit="steps",
+        message=f"loss {numbers['loss']:.3f}",
+        loss=numbers["loss"],
+        acc_0=numbers["acc_0"],
+        supervised_per_second=numbers["supervised_per_second"],
+        padding=numbers["padding"],
+        skipped=numbers["skipped"],
+    )
