@@ -43,7 +43,7 @@ def progress_line(event: Mapping[str, Any]) -> str:
     if done is not None and total:
         parts.append(f"{100 * done / total:3.0f}%  {done:,.0f}/{total:,.0f} {unit}")
     if event.get("rate"):
-        parts.append(f"{event['rate']:,.0f} {unit}/s")
+        parts.append(f"{event['rate']:,.3g} {unit}/s" if event["rate"] < 100 else f"{event['rate']:,.0f} {unit}/s")
     if event.get("eta_s") is not None:
         parts.append(f"{_duration(event['eta_s'])} left")
     if event.get("message"):
