@@ -104,7 +104,7 @@ class AnswersSection(Section):
     max_new_tokens: int = Identity(128, gt=0)
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16")
     shard_prompts: int = Identity(128, gt=0, description="Prompts in one shard: what a killed run loses at most.")
-    max_num_seqs: int = Runtime(64, gt=0, description="Requests decoded at once.")
+    max_num_seqs: int = Runtime(128, gt=0, description="Requests decoded at once.")
     kv_cache_gib: int = Runtime(2, gt=0)
 
 
