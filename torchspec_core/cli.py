@@ -1,8 +1,8 @@
 """The `torchspec` command: run a recipe, look at the plan, look after the cache.
 
 `torchspec run configs/quickstart.yaml training.lr=5e-4` walks the stages in this terminal, without Prefect; the same
-stages run as a flow by `prefect deployment run train-drafter/quickstart`. A mistake in what was asked prints one sentence
-and exits with 2; a stage that fails exits with 1; an interrupted run exits with 130 and says how to go on.
+stages run as a flow by `prefect deployment run train-drafter/quickstart`. A mistake in what was asked prints one
+sentence and exits with 2; a stage that fails exits with 1; an interrupted run exits with 130 and says how to go on.
 """
 
 from __future__ import annotations
