@@ -34,10 +34,12 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        # Row factors in the input's own type: mixed types would copy the whole input. A row's factor is off by 0.2 % at
+        # most in bf16, as each number of the row is anyway.
         precise = torch.float64 if x.dtype == torch.float64 else torch.float32
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=precise)
-        inverse = torch.rsqrt(length.square() / x.shape[-1] + eps)
-        unit = (x * inverse).to(x.dtype)
+        inverse = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(eps)).to(x.dtype)
+        unit = x * inverse
         ctx.save_for_backward(unit, inverse, weight)
         return unit * weight
 
@@ -50,7 +52,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             # d/dx of x / rms is (g - unit * mean(g * unit)) / rms, where g = grad * weight.
             mean = (product @ weight).unsqueeze(-1) / unit.shape[-1]
-            grad_x = ((grad * weight - unit * mean) * inverse).to(unit.dtype)
+            grad_x = (grad * weight).addcmul_(unit, mean, value=-1).mul_(inverse)
         return grad_x, grad_weight, None
 
 

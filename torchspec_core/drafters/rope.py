@@ -73,9 +73,9 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin: [..., width / 2], one angle for all heads.
 
     Returns:
-        Same shape and dtype as `x`; computed in the angles' type.
+        Same shape and dtype as `x`; cosine and sine are rounded to that type, as vLLM does.
     """
-    out: Tensor = _RotateHalves.apply(x, cos.unsqueeze(-2), sin.unsqueeze(-2))
+    out: Tensor = _RotateHalves.apply(x, cos.to(x.dtype).unsqueeze(-2), sin.to(x.dtype).unsqueeze(-2))
     return out
 
 

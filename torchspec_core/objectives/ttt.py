@@ -111,7 +111,9 @@ def _fill(rows: np.ndarray, total: int, multiple: int) -> np.ndarray:
     if missing <= 0:
         return rows
     unused = np.setdiff1d(np.arange(total), rows, assume_unique=True)
-    return np.sort(np.concatenate((rows, unused[:missing])))
+    # Spread over all documents: the attention is laid out by the document with the most drafted rows.
+    spread = unused[np.linspace(0, len(unused) - 1, missing).astype(np.int64)]
+    return np.sort(np.concatenate((rows, spread)))
 
 
 def depth_coefficients(weight: Tensor, depth_decay: float) -> Tensor:

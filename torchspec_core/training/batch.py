@@ -17,7 +17,7 @@ from torch import Tensor
 from torchspec_core.objectives.alignment import MaskAlignment
 from torchspec_core.objectives.ttt import TTTIndex, ttt_index
 
-ROW_MULTIPLE = 128
+ROW_MULTIPLE = 64
 WIDTH_MULTIPLE = 32
 
 
