@@ -248,7 +248,8 @@ def test_a_target_without_the_drafters_layers_is_refused(model: LlamaForCausalLM
 
 
 def test_a_target_that_would_be_run_wrongly_is_refused() -> None:
-    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 4}
     windowed = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=8, eos_token_id=1))
     facts = facts_from_config({**windowed.config.to_dict(), "architectures": ["MistralForCausalLM"]})
     with pytest.raises(UserError, match="full attention only, but MistralForCausalLM"):
