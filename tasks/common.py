@@ -26,7 +26,7 @@ from torchspec_core.cli import progress_line
 from torchspec_core.config.load import load_recipe
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import TorchspecError, UserError
-from torchspec_core.pipeline import STAGE_NAMES, check_disk, open_store, plan, run_stage
+from torchspec_core.pipeline import STAGE_NAMES, check_run, open_store, plan, run_stage
 from torchspec_core.stages import ProgressEvent, StageRef
 
 log = logging.getLogger("torchspec.tasks")
@@ -65,7 +65,7 @@ def open_run(recipe: str, overrides: list[str], refresh: list[str]) -> Run:
     loaded = load_recipe(Path(recipe), overrides).recipe
     store = open_store(loaded)
     planned = plan(loaded, store)
-    check_disk(loaded, planned, store)
+    check_run(loaded, planned, store)
     cached = [entry.name for entry in planned if entry.lookup.hit]
     log.info("%s: %d of %d stages are in %s", recipe, len(cached), len(planned), store.root)
     return Run(loaded.run.name, loaded, tuple(refresh), {entry.name: entry.spec.slug for entry in planned})

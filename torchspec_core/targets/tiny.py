@@ -17,30 +17,10 @@ from torch import Tensor
 
 from torchspec_core.targets.facts import TargetFacts, write_facts
 from torchspec_core.targets.gguf import open_gguf, write_configs, write_tokenizer
+from torchspec_core.targets.made import TINY_CONFIG
 
 _SEED = 20240611
 _EMBEDDING_STD, _MATRIX_STD = 0.05, 0.1
-TINY_CONFIG: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "num_hidden_layers": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 256,
-    "vocab_size": 49152,
-    "max_position_embeddings": 2048,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
 
 
 def random_llama_weights(config: dict[str, Any], dtype: torch.dtype, seed: int = _SEED) -> dict[str, Tensor]:

@@ -1,0 +1,118 @@
+"""What cannot work is refused before anything runs, in one sentence that names the key."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from torchspec_core.cli import main
+from torchspec_core.config.load import load_recipe
+from torchspec_core.data.checks import check_readable, check_scheduler
+from torchspec_core.errors import UserError
+from torchspec_core.recipe_checks import check_fields, check_place, check_target
+from torchspec_core.targets.made import PACKAGE, RANDOM, known_facts
+
+SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
+
+
+def check(*overrides: str) -> None:
+    """The checks of the smoke recipe with changes, for its own target: 8 layers, 4 and 2 heads, 2048 tokens."""
+    recipe = load_recipe(SMOKE, overrides).recipe
+    check_fields(recipe)
+    facts = known_facts(recipe.target.source, None)
+    assert facts is not None
+    check_target(recipe, facts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["data.heldout=24"], "data.heldout is 24, but .* 24 rows"),
+        (["data.min_supervised=161"], "data.min_supervised is 161, more than the 160"),
+        (["data.min_supervised=17"], "more than answers.max_new_tokens=16"),
+        (["training.tokens_per_step=159"], "training.tokens_per_step is 159, less than .*160"),
+        (["capture.token_budget=8"], "capture.token_budget is 8"),
+        (["training.betas=[0.9, 1.0]"], r"training.betas .* not \[0.9, 1.0\]"),
+        (["training.warmup=0.7", "training.decay=0.4"], "training.warmup=0.7 and training.decay=0.4"),
+        (["evaluation.sets=[heldout, heldout]"], "names a set twice"),
+        (["evaluation.sets=[mtbench]"], "add heldout to it or set serving.vllm=false"),
+        (["data.max_length=2049", "training.tokens_per_step=4096", "capture.token_budget=4096"], "takes 2048 tokens"),
+        (["answers.max_new_tokens=1921"], "answers.max_new_tokens leaves no room"),
+        (["evaluation.max_new_tokens=1918"], "evaluation.max_new_tokens leaves no room"),
+        (["serving.max_new_tokens=1918"], "serving.max_new_tokens leaves no room"),
+        (["capture.layers=[1, 1, 2]"], "layer 1 is named twice"),
+        (["capture.layers=[1, 2, 8]"], "layer 8 does not exist"),
+        (["capture.layers=[-1, 2]"], "layer -1 does not exist"),
+        (["capture.layers=[]"], "the list is empty"),
+        (["capture.layers=[1, 2, 7]"], "layer 7 is the target's last one"),
+        (["drafter.draft_vocab_size=49153"], "the target has 49152 tokens"),
+        (["drafter.num_heads=3"], r"num_heads \(3\) must be a multiple of drafter.num_kv_heads \(2\)"),
+        (["drafter.head_dim=7"], "head_dim is 7"),
+    ],
+)
+def test_what_cannot_work_is_refused_and_the_key_named(overrides: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        check(*overrides)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_limits_themselves_are_allowed() -> None:
+    check("data.heldout=23", "training.tokens_per_step=160", "answers.max_new_tokens=1920", "capture.layers=[0, 6]")
+    check("evaluation.max_new_tokens=1917", "drafter.draft_vocab_size=49152", "data.min_supervised=16")
+
+
+def test_every_recipe_of_the_repository_passes() -> None:
+    for path in sorted(SMOKE.parent.glob("*.yaml")):
+        recipe = load_recipe(path, []).recipe
+        check_fields(recipe)
+        facts = known_facts(recipe.target.source, None)
+        assert facts is not None
+        check_target(recipe, facts)
+
+
+def test_facts_of_a_hub_target_are_unknown_until_it_is_there() -> None:
+    assert known_facts("hub:org/name", None) is None
+    small, real = known_facts(RANDOM, None), known_facts(PACKAGE, None)
+    assert small is not None and real is not None and (small.num_layers, real.num_layers) == (8, 30)
+
+
+def test_a_store_on_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_place(tmp_path / "new/store")
+    for place in (tmp_path / "file", tmp_path / "file/store"):
+        with pytest.raises(UserError, match="is a file: set run.store"):
+            check_place(place)
+
+
+def test_a_data_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "my.jsonl"
+    path.write_text("")
+    with pytest.raises(UserError, match="holds no rows"):
+        check_readable("jsonl", str(path))
+    path.write_text('{broken\n{"text": 1}\n')
+    with pytest.raises(UserError, match=r"none of the first 2 rows .* \(row 1: "):
+        check_readable("jsonl", str(path))
+    path.write_text('{broken\n' + json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    check_readable("jsonl", str(path))
+
+
+def test_a_scheduler_that_does_not_answer_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        check_scheduler(address)
+    with pytest.raises(UserError, match=f"no Dask scheduler answers at data.scheduler={address}"):
+        check_scheduler(address)
+
+
+@pytest.mark.parametrize("extra", [[], ["--dry-run"]])
+def test_the_command_says_one_sentence_and_exits_with_two(
+    extra: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "store"
+    assert main(["run", str(SMOKE), f"run.store={store}", "data.prompts.0.rows=2000000000000", *extra]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("torchspec: the run needs about") and said.count("\n") == 1
+    assert not store.exists()

@@ -1,0 +1,122 @@
+"""What a recipe asks that cannot work, found before anything runs: sizes that contradict each other or the target.
+
+The schema checks each field alone; here are the rules between fields, and between fields and the target's sizes, as
+far as those are known before the target is made. Stages check what they meet again; this only saves the hours before.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchspec_core.config.schema import Recipe
+from torchspec_core.errors import UserError
+from torchspec_core.targets.facts import TargetFacts, aux_layers
+
+
+def _refuse(wrong: bool, sentence: str) -> None:
+    if wrong:
+        raise UserError(sentence)
+
+
+def check_fields(recipe: Recipe) -> None:
+    """Rules between the recipe's own fields; raises `UserError` for the first that is broken."""
+    data, training = recipe.data, recipe.training
+    rows = sum(source.rows for source in data.prompts)
+    _refuse(
+        data.heldout >= rows,
+        f"data.heldout is {data.heldout}, but the sources of data.prompts give {rows} rows in all and training needs "
+        "some of them: lower data.heldout or raise the rows of a source",
+    )
+    _refuse(
+        data.min_supervised > data.max_length,
+        f"data.min_supervised is {data.min_supervised}, more than the {data.max_length} tokens of data.max_length: "
+        "lower it",
+    )
+    _refuse(
+        not data.conversations and data.min_supervised > recipe.answers.max_new_tokens,
+        f"data.min_supervised is {data.min_supervised}, more than answers.max_new_tokens="
+        f"{recipe.answers.max_new_tokens}, so that every answer would be left out: lower the first or raise the second",
+    )
+    for name, budget in (
+        ("training.tokens_per_step", training.tokens_per_step),
+        ("capture.token_budget", recipe.capture.token_budget),
+    ):
+        _refuse(
+            budget < data.max_length,
+            f"{name} is {budget}, less than a sample may have (data.max_length={data.max_length}): raise it or lower "
+            "data.max_length",
+        )
+    _refuse(
+        not all(0.0 <= beta < 1.0 for beta in training.betas),
+        f"training.betas must be two numbers from 0 to below 1, not {list(training.betas)}: the default is [0.9, 0.95]",
+    )
+    _refuse(
+        training.schedule == "wsd" and training.warmup + training.decay > 1.0,
+        f"training.warmup={training.warmup:g} and training.decay={training.decay:g} are more than all steps together: "
+        "lower one of them",
+    )
+    sets = recipe.evaluation.sets
+    _refuse(
+        len(set(sets)) < len(sets),
+        f"evaluation.sets names a set twice ({', '.join(sets)}): name each one once",
+    )
+    _refuse(
+        recipe.serving.vllm and "heldout" not in sets,
+        "serving.vllm measures on the held-out prompts, which evaluation.sets leaves out: add heldout to it or set "
+        "serving.vllm=false",
+    )
+
+
+def check_target(recipe: Recipe, facts: TargetFacts) -> None:
+    """Rules between the recipe and its target's sizes; raises `UserError` for the first that is broken."""
+    prompt, context = recipe.data.max_prompt_tokens, facts.max_position_embeddings
+    _refuse(
+        recipe.data.max_length > context,
+        f"data.max_length is {recipe.data.max_length}, but the target takes {context} tokens: lower it to that or less",
+    )
+    for name, asked in (
+        ("answers.max_new_tokens", recipe.answers.max_new_tokens),
+        ("evaluation.max_new_tokens", recipe.evaluation.max_new_tokens + recipe.evaluation.k),
+        ("serving.max_new_tokens", recipe.serving.max_new_tokens + recipe.evaluation.k),
+    ):
+        _refuse(
+            prompt + asked > context,
+            f"{name} leaves no room for a prompt of data.max_prompt_tokens={prompt} in the target's {context} tokens: "
+            "lower one of the two",
+        )
+    layers = aux_layers(facts, recipe.capture.layers)
+    _refuse(
+        facts.final_layer in layers,
+        f"capture.layers: layer {facts.final_layer} is the target's last one, which is captured in any case as what "
+        "the drafter learns from: name other layers",
+    )
+    drafter = recipe.drafter
+    _refuse(
+        drafter.draft_vocab_size > facts.vocab_size,
+        f"drafter.draft_vocab_size is {drafter.draft_vocab_size}, but the target has {facts.vocab_size} tokens: lower "
+        "it to that or less",
+    )
+    heads, kv_heads = drafter.num_heads or facts.num_heads, drafter.num_kv_heads or facts.num_kv_heads
+    _refuse(
+        heads % kv_heads != 0,
+        f"drafter.num_heads ({heads}) must be a multiple of drafter.num_kv_heads ({kv_heads}), which are the target's "
+        "where the recipe names none: change one of them",
+    )
+    _refuse(
+        (drafter.head_dim or facts.head_dim) % 2 != 0,
+        f"drafter.head_dim is {drafter.head_dim or facts.head_dim}, but rotary positions need an even one: change it",
+    )
+
+
+def check_place(root: Path) -> None:
+    """Refuse a store that cannot be written to; makes nothing."""
+    place = root
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    _refuse(not place.is_dir(), f"the store {root} cannot be made, {place} is a file: set run.store to a folder")
+    _refuse(
+        not os.access(place, os.W_OK | os.X_OK),
+        f"the store {root} cannot be written, {place} is not writable: change its permissions or set run.store to a "
+        "folder of yours",
+    )
