@@ -23,6 +23,8 @@ from torchspec_core.pipeline import STAGE_NAMES, open_store, plan
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "configs" / "smoke.yaml"
 CHILD = "torchspec_core.stages.child"
+LONG = ("answers", "states", "drafter", "evaluation")
+pytestmark = pytest.mark.timeout(1800)
 
 
 def _start(store: Path) -> subprocess.Popen[str]:
@@ -47,27 +49,23 @@ def _bodies(store: Path) -> list[psutil.Process]:
     return found
 
 
-def _wait(condition, seconds: float, what: str):  # type: ignore[no-untyped-def]
+def _wait(condition, what: str, run: subprocess.Popen[str] | None = None, seconds: float = 600):  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if value := condition():
             return value
+        if run is not None and run.poll() is not None:
+            raise AssertionError(f"the run ended while the test waited for {what}: {run.communicate()[0]}")
         time.sleep(0.02)
     raise AssertionError(f"waited {seconds:.0f} s for {what}")
 
 
 def _body_of(store: Path, stage: str) -> psutil.Process | None:
-    """The process at work on `stage`, once it has loaded enough to write its first line of progress."""
-    if not any((store / stage).glob("*/logs/progress.jsonl")):
+    """The process of `stage`; in a long stage, once it has done some of its work."""
+    if stage in LONG and not any((store / stage).glob("*/logs/progress.jsonl")):
         return None
-    return next(
-        (
-            p
-            for p in _bodies(store)
-            if any(f"/{stage}/" in part for part in p.cmdline()) and "guard" not in " ".join(p.cmdline())
-        ),
-        None,
-    )
+    bodies = [p for p in _bodies(store) if any(f"/{stage}/" in part for part in p.cmdline())]
+    return next((p for p in bodies if "guard" not in " ".join(p.cmdline())), None)
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +75,14 @@ def walked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     said = {}
     for number, stage in enumerate(STAGE_NAMES):
         run = _start(store)
-        body = _wait(lambda stage=stage: _body_of(store, stage), 180, f"stage {stage} to be at work")
+        body = _wait(lambda stage=stage: _body_of(store, stage), f"stage {stage} to be at work", run)
         victim = body.pid if number % 2 else run.pid
         os.kill(victim, signal.SIGKILL)
-        said[stage] = run.communicate(timeout=60)[0]
+        said[stage] = run.communicate(timeout=120)[0]
         said[f"{stage}.status"] = str(run.returncode)
-        _wait(lambda: not _bodies(store), 20, f"the processes of stage {stage} to end")
+        _wait(lambda: not _bodies(store), f"the processes of stage {stage} to end", seconds=30)
     last = _start(store)
-    said["last"] = last.communicate(timeout=300)[0]
+    said["last"] = last.communicate(timeout=600)[0]
     said["last.status"] = str(last.returncode)
     said["store"] = str(store)
     return said
