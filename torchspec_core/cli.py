@@ -58,6 +58,7 @@ class _Terminal:
         self.stage = stage
         self.live = sys.stdout.isatty()
         self.last = 0.0
+        self.started = time.monotonic()
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         now = time.monotonic()
@@ -70,7 +71,7 @@ class _Terminal:
     def finish(self, ref: StageRef) -> None:
         if self.live:
             print("\r\x1b[2K", end="")
-        state = "cached" if ref.cached else f"done in {_duration(ref.seconds)}"
+        state = "cached" if ref.cached else f"done in {_duration(time.monotonic() - self.started)}"
         print(f"  {self.stage:<10}  {state:<16} {ref.rows:>9,} rows  {_size(ref.bytes):>9}  {ref.key[:12]}", flush=True)
 
 
@@ -86,13 +87,17 @@ def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage]) -> None:
         print(f"  {entry.name:<10}  {hit}  {entry.spec.key[:12]}  {entry.lookup.reason}{size}")
 
 
+def _check_stage(name: str | None) -> None:
+    if name is not None and name not in STAGE_NAMES:
+        raise UserError(f"there is no stage {name!r}; the stages are {', '.join(STAGE_NAMES)}")
+
+
 def _run(args: argparse.Namespace) -> int:
     loaded = _load(args)
     store = open_store(loaded.recipe)
     names = list(STAGE_NAMES)
-    for name in [*args.refresh, *([args.until] if args.until else [])]:
-        if name not in names:
-            raise UserError(f"there is no stage {name!r}; the stages are {', '.join(names)}")
+    for name in [*args.refresh, args.until]:
+        _check_stage(name)
     planned = plan(loaded.recipe, store)
     if args.dry_run:
         _show_plan(loaded, planned)
@@ -122,7 +127,11 @@ def _cache_store(args: argparse.Namespace) -> StageStore:
 
 
 def _cache_ls(args: argparse.Namespace) -> int:
-    for entry in _cache_store(args).ls():
+    store = _cache_store(args)
+    entries = store.ls()
+    if not entries:
+        print(f"{store.root} holds no stage")
+    for entry in entries:
         state = "sealed" if entry.sealed else "unfinished"
         print(
             f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {_size(entry.bytes):>9}  {entry.created}  {entry.path}"
@@ -131,6 +140,7 @@ def _cache_ls(args: argparse.Namespace) -> int:
 
 
 def _cache_explain(args: argparse.Namespace) -> int:
+    _check_stage(args.stage)
     loaded = _load(args)
     store = open_store(loaded.recipe)
     planned = plan(loaded.recipe, store)
@@ -156,11 +166,10 @@ def _cache_gc(args: argparse.Namespace) -> int:
 
 
 def _cache_adopt(args: argparse.Namespace) -> int:
+    _check_stage(args.stage)
     loaded = _load(args)
     store = open_store(loaded.recipe)
-    entry = next((e for e in plan(loaded.recipe, store) if e.name == args.stage), None)
-    if entry is None:
-        raise UserError(f"there is no stage {args.stage!r}; the stages are {', '.join(STAGE_NAMES)}")
+    entry = next(e for e in plan(loaded.recipe, store) if e.name == args.stage)
     print(store.adopt(Path(args.folder), entry.spec).path)
     return 0
 
@@ -169,7 +178,9 @@ def _cache_verify(args: argparse.Namespace) -> int:
     problems = _cache_store(args).verify()
     for problem in problems:
         print(problem)
-    print(f"{len(problems)} problems" if problems else "every sealed file has its recorded size and digest")
+    mend = "remove the folder with `torchspec cache rm STAGE KEY` and run again to make it anew"
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    print(f"{count}; {mend}" if problems else "every sealed file has its recorded size and digest")
     return 1 if problems else 0
 
 

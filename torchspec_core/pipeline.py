@@ -346,6 +346,6 @@ def check_run(recipe: Recipe, planned: Sequence[PlannedStage], store: StageStore
     free = shutil.disk_usage(root).free
     if need > free:
         raise UserError(
-            f"the run needs about {need / 1e9:.1f} GB in {store.root} but {free / 1e9:.1f} GB are free; "
+            f"the run needs about {need / 1e9:.3g} GB in {store.root} but {free / 1e9:.3g} GB are free; "
             "free some space, set run.store to a larger disk, or lower data.prompts rows"
         )

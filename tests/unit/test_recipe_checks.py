@@ -116,3 +116,11 @@ def test_the_command_says_one_sentence_and_exits_with_two(
     said = capsys.readouterr().err
     assert said.startswith("torchspec: the run needs about") and said.count("\n") == 1
     assert not store.exists()
+
+
+def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["run", str(SMOKE), "--until", "x"], ["cache", "explain", str(SMOKE), "--stage", "x"]):
+        assert main(words) == 2
+        assert "there is no stage 'x'; the stages are target, prompts" in capsys.readouterr().err
+    assert main(["cache", "ls", "--store", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path} holds no stage\n"

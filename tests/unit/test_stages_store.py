@@ -450,6 +450,31 @@ def test_adopt_copies_and_seals(store: StageStore, tmp_path: Path) -> None:
         store.adopt(tmp_path / "nowhere", spec(2))
 
 
+def test_adopt_takes_a_stage_out_of_another_store(store: StageStore, tmp_path: Path) -> None:
+    def build(workspace: Workspace) -> None:
+        with workspace.shard("part/x") as path:
+            path.write_bytes(b"abc")
+            workspace.facts("part/x", rows=7)
+        (workspace.logs / "attempt-001.log").write_text("said")
+        workspace.record(loss=0.5)
+
+    other = StageStore(tmp_path / "other")
+    made = other.materialize(spec(), build)
+    ref = store.adopt(made.path, spec())
+    assert (ref.rows, ref.bytes, dict(ref.metrics)) == (7, 3, {"loss": 0.5, "rows": 7})
+    files = json.loads((ref.path / "manifest.json").read_text())["files"]
+    assert set(files) == {"part/x"} and files["part/x"]["rows"] == 7
+    (made.path / "part" / "x").write_bytes(b"abd")
+    with pytest.raises(UserError, match="is damaged: part/x differs"):
+        store.adopt(made.path, spec(2))
+
+
+def test_verify_names_a_damaged_manifest(store: StageStore) -> None:
+    ref = store.materialize(spec(), Body())
+    (ref.path / "manifest.json").write_text("{")
+    assert store.verify() == [f"{ref.path}: it has no readable manifest"]
+
+
 def test_disk_errors_in_words(tmp_path: Path) -> None:
     full = explain_disk_error(OSError(errno.ENOSPC, "No space left on device"), tmp_path / "not" / "there")
     assert full is not None and "The disk is full" in str(full) and "bytes free" in str(full)

@@ -36,7 +36,7 @@ from torchspec_core.stages.manifest import (
 )
 from torchspec_core.stages.spec import SHORT_KEY, StageRef, StageSpec
 from torchspec_core.stages.sweep import needed_keys
-from torchspec_core.stages.workspace import JOURNAL, Workspace
+from torchspec_core.stages.workspace import JOURNAL, Workspace, is_private
 
 __all__ = ["Entry", "Lookup", "Plan", "StageRef", "StageStore"]
 
@@ -306,7 +306,8 @@ class StageStore:
     def verify(self, entry: Entry | None = None) -> list[str]:
         """Re-hash the files of one sealed entry, or of all; one line per problem."""
         problems = []
-        for each in [entry] if entry is not None else [each for each in self.ls() if each.sealed]:
+        every = [each for each in self.ls() if each.sealed or (each.path / MANIFEST).exists()]
+        for each in [entry] if entry is not None else every:
             manifest = read_manifest(each.path)
             found = ["it has no readable manifest"] if manifest is None else check_files(each.path, manifest)
             problems += [f"{each.path}: {problem}" for problem in found]
@@ -314,9 +315,14 @@ class StageStore:
 
     def adopt(self, path: Path, spec: StageSpec, metrics: Mapping[str, float | int | str] | None = None) -> StageRef:
         """Take files made elsewhere as the output of `spec`: copied, hashed, sealed, the source's path in the
-        manifest."""
+        manifest. A stage's folder out of another store keeps its rows, metrics and facts; it must be whole."""
         source = Path(path)
-        files = sorted(item for item in source.rglob("*") if item.is_file()) if source.is_dir() else []
+        manifest = read_manifest(source)
+        if manifest is not None and (damage := check_files(source, manifest)):
+            raise UserError(f"The folder {source} is damaged: {damage[0]}; adopt a whole one.")
+        known: Mapping[str, Mapping[str, Any]] = manifest["files"] if manifest is not None else {}
+        every = (item for item in source.rglob("*") if item.is_file()) if source.is_dir() else ()
+        files = sorted(item for item in every if not is_private(item.relative_to(source).as_posix()))
         if not files:
             raise UserError(
                 f"The folder {source} does not exist or holds no files; name a folder that holds the stage's output."
@@ -334,7 +340,12 @@ class StageStore:
                 self._unseal(folder, workspace)
                 workspace.begin()
                 for item in files:
-                    with workspace.shard(item.relative_to(source).as_posix()) as draft:
+                    name = item.relative_to(source).as_posix()
+                    own = {key: value for key, value in known.get(name, {}).items() if key not in ("bytes", "blake2b")}
+                    with workspace.shard(name) as draft:
                         shutil.copyfile(item, draft)
+                        workspace.facts(name, **own)
+                if manifest is not None:
+                    workspace.record(**{**manifest["metrics"], "rows": manifest["rows"]})
                 workspace.record(**(metrics or {}))
                 return self._seal(spec, workspace, start, {}, f"adopted from {source}", os.fspath(source.absolute()))

@@ -38,6 +38,12 @@ class WorkspaceError(TorchspecError):
     """A stage body used its workspace in a way that would lose or hide data; a mistake in our code."""
 
 
+def is_private(name: str) -> bool:
+    """Whether a path inside an entry is the store's own (records, logs, halves of files), not the stage's output."""
+    parts = PurePosixPath(name).parts
+    return parts[0] in PRIVATE_FOLDERS or name in PRIVATE_FILES or parts[-1].startswith(TEMPORARY)
+
+
 def _check_name(name: str) -> str:
     parts = PurePosixPath(name).parts
     if not parts or name.startswith("/") or ".." in parts or parts[-1].startswith(TEMPORARY):
