@@ -19,6 +19,7 @@ from torchspec_core import __version__
 from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
+from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.spec import StageRef
 from torchspec_core.stages.store import StageStore
 
@@ -68,6 +69,10 @@ class _Terminal:
         line = f"  {self.stage:<10}  {progress_line(event)}"
         print(f"\r\x1b[2K{line[:150]}" if self.live else line, end="" if self.live else "\n", flush=True)
 
+    def wait(self, holder: Holder) -> None:
+        """Say that another run holds the stage."""
+        print(f"  {self.stage:<10}  waiting for {holder.describe()}, which makes or reads the same", flush=True)
+
     def finish(self, ref: StageRef) -> None:
         if self.live:
             print("\r\x1b[2K", end="")
@@ -109,7 +114,8 @@ def _run(args: argparse.Namespace) -> int:
     ref = None
     for name in names[: names.index(args.until) + 1] if args.until else names:
         terminal = _Terminal(name)
-        ref = run_stage(name, loaded.recipe, store, on_progress=terminal, refresh=name in args.refresh)
+        refresh = name in args.refresh
+        ref = run_stage(name, loaded.recipe, store, on_progress=terminal, refresh=refresh, on_wait=terminal.wait)
         terminal.finish(ref)
     print(f"finished in {_duration(time.monotonic() - started)}")
     if ref is not None and ref.stage == "report":

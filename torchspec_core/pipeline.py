@@ -18,6 +18,7 @@ from torchspec_core.config.schema import Recipe, Section
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
 from torchspec_core.recipe_checks import check_fields, check_place, check_target
+from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.run import run_stage as run_stage_child
 from torchspec_core.stages.spec import StageRef, StageSpec
 from torchspec_core.stages.store import Lookup, StageStore
@@ -274,8 +275,9 @@ def run_stage(
     store: StageStore,
     on_progress: Callable[[Mapping[str, Any]], None] | None = None,
     refresh: bool = False,
+    on_wait: Callable[[Holder], None] | None = None,
 ) -> StageRef:
-    """Run one stage (or find it in the store) and return its reference.
+    """Run one stage (or find it in the store) and return its reference; `on_wait`: another run is making it.
 
     Raises `UserError` when an input stage is not in the store, and `StageError` when the stage's process fails.
     """
@@ -300,6 +302,7 @@ def run_stage(
         entry.runtime,
         on_progress=on_progress,
         refresh=refresh,
+        on_wait=on_wait,
     )
 
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import re
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import pytest
 
 from torchspec_core.errors import UserError
 from torchspec_core.stages import StageSpec, StageStore, run_stage
+from torchspec_core.stages.lock import hold
 
 BODY = """
 import json, os, sys
@@ -74,6 +79,21 @@ def test_the_body_gets_its_job_and_the_ref_its_facts(tmp_path: Path, env: dict[s
     assert events[-1]["done"] == 2 and events[-1]["total"] == 2
     again = run_stage(store, spec, "no.such:function", {"target": target_ref.path}, spec.identity, runtime)
     assert again.cached
+    assert "Warning" not in (ref.path / "logs" / "attempt-001.log").read_text()  # a failure's "last error" reads it
+
+
+def test_a_run_that_waits_for_another_says_so(
+    tmp_path: Path, env: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    store, spec = StageStore(tmp_path / "store"), StageSpec("tokens", 1)
+    caplog.set_level(logging.INFO, logger="torchspec.stages")
+    with ThreadPoolExecutor(1) as pool:
+        with hold(store.lock_path(spec.stage, spec.key)):
+            pool.submit(run_stage, store, spec, "no.such:function", {}, {}, {}, env=env)
+            until = time.monotonic() + 20
+            while not caplog.messages and time.monotonic() < until:
+                time.sleep(0.01)
+    assert re.fullmatch(r"tokens: waiting for process \d+ since .*, which makes or reads the same", caplog.messages[0])
 
 
 def test_an_input_that_is_not_sealed_is_refused(tmp_path: Path, env: dict[str, str]) -> None:

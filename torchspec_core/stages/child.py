@@ -21,14 +21,11 @@ from typing import Any
 from torchspec_core.errors import UserError
 from torchspec_core.stages.disk import disk_errors, write_json
 from torchspec_core.stages.job import Job
-from torchspec_core.stages.lock import hold
+from torchspec_core.stages.lock import LOCK_FDS, hold
 from torchspec_core.stages.manifest import read_spec
 from torchspec_core.stages.progress import PROGRESS_FILE, Progress
-from torchspec_core.stages.workspace import Workspace
+from torchspec_core.stages.workspace import OUTCOME, REQUEST, Workspace
 
-REQUEST = "request.json"
-OUTCOME = "outcome.json"
-LOCK_FDS = "TORCHSPEC_LOCK_FDS"
 _THREAD_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",

@@ -20,6 +20,9 @@ from pathlib import Path
 from torchspec_core.errors import UserError
 from torchspec_core.stages.disk import disk_errors
 
+LOCK_FDS = "TORCHSPEC_LOCK_FDS"
+"""Environment variable that tells a child the descriptors of the locks it inherits."""
+
 POLL_S = 0.1
 
 

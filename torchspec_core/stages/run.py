@@ -19,13 +19,12 @@ import torchspec_core
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.processes import JsonlTail, Supervised
 from torchspec_core.stages.canonical import to_plain
-from torchspec_core.stages.child import LOCK_FDS, OUTCOME, REQUEST
 from torchspec_core.stages.disk import explain_disk_error, write_json
-from torchspec_core.stages.lock import Holder
+from torchspec_core.stages.lock import LOCK_FDS, Holder
 from torchspec_core.stages.progress import PROGRESS_FILE, ProgressEvent
 from torchspec_core.stages.spec import StageRef, StageSpec
 from torchspec_core.stages.store import StageStore
-from torchspec_core.stages.workspace import Workspace
+from torchspec_core.stages.workspace import OUTCOME, REQUEST, Workspace
 
 POLL_S = 0.1
 OUTCOME_ROOM = 1 << 16
@@ -55,8 +54,12 @@ def run_stage(
 
     inputs: input stage name -> sealed folder, held against removal while the child reads them. env: variables on top of
     ours. on_progress is called from this thread. Raises StageError (with the log's path), UserError (also one raised in
-    the child), StageInterrupted.
+    the child), StageInterrupted. on_wait: called when another run holds the stage; by default the log says so.
     """
+
+    def say(holder: Holder) -> None:
+        log.info("%s: waiting for %s, which makes or reads the same", spec.stage, holder.describe())
+
     plain_runtime = to_plain(runtime, "runtime")
     request = {
         "function": function,
@@ -71,7 +74,7 @@ def run_stage(
             fds = (*workspace.lock_fds, *reading)
             _run_child(spec, workspace, request, fds, on_progress, env or {}, deadline_s, grace_s)
 
-    return store.materialize(spec, build, refresh, wait_s, on_wait, plain_runtime)
+    return store.materialize(spec, build, refresh, wait_s, on_wait or say, plain_runtime)
 
 
 def _run_child(

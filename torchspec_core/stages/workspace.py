@@ -30,7 +30,9 @@ from torchspec_core.stages.disk import (
 )
 
 JOURNAL = "shards.jsonl"
-PRIVATE_FILES = frozenset({"spec.json", "manifest.json", "request.json", "outcome.json", JOURNAL})
+REQUEST = "request.json"
+OUTCOME = "outcome.json"
+PRIVATE_FILES = frozenset({"spec.json", "manifest.json", REQUEST, OUTCOME, JOURNAL})
 PRIVATE_FOLDERS = frozenset({"logs", "scratch"})
 
 
