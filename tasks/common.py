@@ -138,7 +138,7 @@ def run_stage_task(run: Run, name: str, show: Callable[[StageRef], None] | None 
     except TorchspecError as error:
         return Failed(message=str(error), data=error)
     log.info("%s: %s, %d rows, %.1f MB, %.1f s (%s)", name, "cached" if ref.cached else "done", ref.rows,
-             ref.bytes / 1e6, ref.seconds, ref.reason)
+             ref.bytes / 1e6, ref.seconds, ref.reason if ref.cached else f"was {ref.reason}")
     create_table_artifact(summary_rows(ref), key=f"{name}-summary", description=f"Stage {name}: {ref.path.name}")
     if show is not None:
         show(ref)

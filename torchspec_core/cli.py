@@ -84,12 +84,18 @@ def _load(args: argparse.Namespace) -> LoadedRecipe:
     return load_recipe(Path(args.recipe), args.overrides)
 
 
-def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage]) -> None:
-    sizes = estimate_bytes(loaded.recipe, list(planned))
+def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage], store: StageStore) -> None:
+    """One line a stage: what is there, or what making it is expected to write and to take (as the newest one did)."""
+    sizes = estimate_bytes(loaded.recipe, planned)
     for entry in planned:
-        hit = "cached " if entry.lookup.hit else "to run"
-        size = f"  about {_size(sizes[entry.name])}" if entry.name in sizes else ""
-        print(f"  {entry.name:<10}  {hit}  {entry.spec.key[:12]}  {entry.lookup.reason}{size}")
+        expected = store.plan(entry.spec)
+        size = sizes.get(entry.name, expected.bytes)
+        parts = [] if size is None else [_size(size)]
+        if not entry.lookup.hit:
+            parts = [f"about {part}" for part in parts]
+            parts += [] if expected.seconds is None else [f"{_duration(expected.seconds)} last time"]
+        hit = "cached " if entry.lookup.hit else "to run "
+        print(f"  {entry.name:<10}  {hit}  {entry.spec.key[:12]}  {', '.join([entry.lookup.reason, *parts])}")
 
 
 def _check_stage(name: str | None) -> None:
@@ -105,7 +111,7 @@ def _run(args: argparse.Namespace) -> int:
         _check_stage(name)
     planned = plan(loaded.recipe, store)
     if args.dry_run:
-        _show_plan(loaded, planned)
+        _show_plan(loaded, planned, store)
     check_run(loaded.recipe, planned, store)
     if args.dry_run:
         return 0

@@ -18,6 +18,7 @@ from torchspec_core.config.schema import Recipe, Section
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
 from torchspec_core.recipe_checks import check_fields, check_place, check_target
+from torchspec_core.stages.disk import digest_file
 from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.run import run_stage as run_stage_child
 from torchspec_core.stages.spec import StageRef, StageSpec
@@ -64,13 +65,7 @@ def _no_files(recipe: Recipe) -> Mapping[str, str]:
 
 @functools.lru_cache(maxsize=256)
 def _digest(path: str, size: int, mtime_ns: int) -> str:
-    import hashlib
-
-    digest = hashlib.blake2b(digest_size=16)
-    with open(path, "rb") as file:
-        while chunk := file.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+    return digest_file(Path(path))
 
 
 def digest_of_file(path: Path) -> str:

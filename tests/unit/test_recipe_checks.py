@@ -12,7 +12,9 @@ from torchspec_core.cli import main
 from torchspec_core.config.load import load_recipe
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
+from torchspec_core.pipeline import open_store, plan
 from torchspec_core.recipe_checks import check_fields, check_place, check_target
+from torchspec_core.stages import Workspace
 from torchspec_core.targets.made import PACKAGE, RANDOM, known_facts
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
@@ -124,3 +126,16 @@ def test_a_stage_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert "there is no stage 'x'; the stages are target, prompts" in capsys.readouterr().err
     assert main(["cache", "ls", "--store", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path} holds no stage\n"
+
+
+def test_a_dry_run_tells_sizes_and_times_of_the_newest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def build(workspace: Workspace) -> None:
+        with workspace.shard("x") as path:
+            path.write_bytes(b"abc")
+
+    recipe = load_recipe(SMOKE, [f"run.store={tmp_path}"]).recipe
+    store = open_store(recipe)
+    store.materialize(plan(recipe, store)[1].spec, build)
+    for changes, says in (([], "same key, 3 B"), (["data.heldout=9"], "not made yet, about 3 B, 0.")):
+        assert main(["run", str(SMOKE), f"run.store={tmp_path}", "--dry-run", *changes]) == 0
+        assert says in capsys.readouterr().out.splitlines()[1]
