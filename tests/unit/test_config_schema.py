@@ -19,7 +19,6 @@ SIDES = {
     "run.threads": "runtime",
     "target.source": "identity",
     "target.dtype": "identity",
-    "target.trust_remote_code": "runtime",
     "data.prompts": "identity",
     "data.prompts[].name": "identity",
     "data.prompts[].rows": "identity",

@@ -56,7 +56,6 @@ class TargetSection(Section):
         ),
     )
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Type of the stored weights.")
-    trust_remote_code: bool = Runtime(False)
 
 
 class PromptSource(Section):
