@@ -146,6 +146,8 @@ def test_too_many_bad_rows_and_too_few_prompts_stop(tmp_path: Path) -> None:
         run(tmp_path, ["{broken", *questions(30)], "bad", heldout=1, prompts=source_rows(tmp_path, 11))
     with pytest.raises(UserError, match=r"gives 2 held-out and 0 training prompts, but data\.heldout=3"):
         run(tmp_path, questions(2), "few")
+    with pytest.raises(UserError, match="1 of 2 rows of the data are bad"):  # the cause, not that prompts are too few
+        run(tmp_path, ["{broken", *questions(1)], "few and bad")
 
 
 def test_heldout_quotas_follow_the_rows() -> None:

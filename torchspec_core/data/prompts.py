@@ -204,17 +204,16 @@ def build(job: Job) -> None:
                 continue
             train.append(item)
             job.progress.update(len(train), wanted, unit="prompts", message=f"taken from {source.label}")
+    bad = [r for r in left_out if r.kind == "rejected"]
+    _write(job, "rejected.jsonl", (r.to_json() for r in left_out))
+    where = str(job.workspace.path / "rejected.jsonl")
+    check_rejected(len(bad), len(train) + len(left_out), job.runtime["data"]["max_rejected"], where)
     if not train or len(heldout) < data["heldout"]:
         raise UserError(
             f"data.prompts gives {len(heldout)} held-out and {len(train)} training prompts, but "
             f"data.heldout={data['heldout']} and at least one training prompt are needed: lower data.heldout or raise "
             "the rows of a source"
         )
-
-    bad = [r for r in left_out if r.kind == "rejected"]
-    _write(job, "rejected.jsonl", (r.to_json() for r in left_out))
-    where = str(job.workspace.path / "rejected.jsonl")
-    check_rejected(len(bad), len(train) + len(left_out), job.runtime["data"]["max_rejected"], where)
     sets = {"train": [_prompt_row(c) for c in train], "heldout": [_prompt_row(c) for c in heldout], **benchmarks}
     for name, rows in sets.items():
         _write(job, f"{name}.jsonl", (json.dumps(r, ensure_ascii=False) for r in rows))
