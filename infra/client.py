@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -115,9 +115,16 @@ def start_run(client: SyncPrefectClient, name: str, overrides: list[str]) -> tup
     return client.create_flow_run_from_deployment(deployment.id, parameters=parameters), True
 
 
-def follow(client: SyncPrefectClient, run_id: UUID, interval: float = 0.7) -> Iterator[tuple[str, Any]]:
-    """Yields `("log", log)` for each new line, `("progress", text)` while a stage works, and last `("end", run)`."""
+def follow(
+    client: SyncPrefectClient, run_id: UUID, interval: float = 0.7, served: Callable[[], bool] = lambda: True
+) -> Iterator[tuple[str, Any]]:
+    """Yields `("log", log)` for each new line, `("progress", text)` while a stage works, and last `("end", run)`.
+
+    served: whether a worker is there to start the run; one that was not started a while after its worker went never
+    will be. A run that has started needs no worker to end, and its heartbeat tells when it dies.
+    """
     seen, answered = 0, time.monotonic()
+    waited = answered
     while True:
         try:
             run = client.read_flow_run(run_id)
@@ -130,6 +137,10 @@ def follow(client: SyncPrefectClient, run_id: UUID, interval: float = 0.7) -> It
             if finished:
                 yield "end", run
                 return
+            if run.start_time is not None or served():
+                waited = time.monotonic()
+            elif time.monotonic() - waited > GONE_SECONDS:
+                raise StageError("the worker ended before the run started; type the same command again to start both")
             if text := _progress(client, run_id):
                 yield "progress", text
             answered = time.monotonic()

@@ -56,15 +56,19 @@ def _deploy(place: Place) -> None:
         _say("deployments registered" if client.deploy(place, server) else "deployments unchanged")
 
 
-def _follow(place: Place, run: FlowRun) -> int:
-    """Show a run until it ends; returns the exit code."""
+def _follow(place: Place, run: FlowRun, ours: bool = False) -> int:
+    """Show a run until it ends; returns the exit code. ours: it waits for the worker of this machine."""
     from infra import client
 
     live, page = sys.stdout.isatty(), f"{place.ui}/runs/flow-run/{run.id}"
     shown = ""
+
+    def served() -> bool:
+        return not ours or place.pid(services.WORKER) is not None
+
     try:
         with client.connect() as server:
-            for kind, what in client.follow(server, run.id):
+            for kind, what in client.follow(server, run.id, served=served):
                 if kind == "end":
                     run = what
                 elif kind == "log" and _worth_showing(what):
@@ -109,7 +113,7 @@ def demo(name: str, overrides: list[str]) -> int:
         run, new = client.start_run(server, name, overrides)
     how = "prefect deployment run" if new else "already in progress, following"
     _say(f"{how} {name}: {place.ui}/runs/flow-run/{run.id}")
-    return _follow(place, run)
+    return _follow(place, run, ours=True)
 
 
 def _follow_id(run_id: str) -> int:

@@ -9,6 +9,9 @@ import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from uuid import UUID
 
 import pytest
 
@@ -18,7 +21,7 @@ from tasks.common import open_run, summary_rows
 from tasks.convergence import Band, against
 from tasks.evaluation import acceptance_rows
 from tasks.report import MARKDOWN_LIMIT, inline_images
-from torchspec_core.errors import UserError
+from torchspec_core.errors import StageError, UserError
 from torchspec_core.stages import StageRef
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,3 +100,23 @@ def test_telemetry_is_off_and_the_home_is_ours(tmp_path: Path, monkeypatch: pyte
     assert settings["PREFECT_SERVER_ANALYTICS_ENABLED"] == "false" and settings["DO_NOT_TRACK"] == "1"
     assert settings["PREFECT_HOME"] == str(tmp_path / "prefect")
     assert settings["PREFECT_WORKER_QUERY_SECONDS"] == "7"
+
+
+def test_following_ends_when_the_worker_died_before_the_run_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    from infra import client
+
+    class Server:
+        """One run that nobody starts."""
+
+        def read_flow_run(self, run_id: UUID) -> SimpleNamespace:
+            return SimpleNamespace(state=None, start_time=None)
+
+        def read_logs(self, *args: object, **options: object) -> list[str]:
+            return []
+
+        def read_artifacts(self, **options: object) -> list[str]:
+            return []
+
+    monkeypatch.setattr(client, "GONE_SECONDS", 0.05)
+    with pytest.raises(StageError, match="the worker ended before the run started; type the same command again"):
+        list(client.follow(cast(Any, Server()), UUID(int=1), interval=0.01, served=lambda: False))
