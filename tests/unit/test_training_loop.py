@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.objectives.eagle3 import Teacher, embed_rows
 from torchspec_core.training.batch import Sample, pack
+from torchspec_core.training.eagle3 import eagle3_objective, ttt_builder
 from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
 from torchspec_core.training.plan import plan_steps
@@ -23,9 +24,6 @@ from torchspec_core.training.validation import validate
 SIZE, VOCABULARY = 16, 32
 ADAMW = OptimizerSettings("adamw", 3e-3, 0.02, 0.01, (0.9, 0.95), 1.0)
 SETTINGS = LoopSettings(
-    ttt_length=2,
-    depth_decay=0.8,
-    alignment="predicted",
     optimizer=ADAMW,
     schedule="wsd",
     warmup=0.1,
@@ -106,7 +104,9 @@ def run(
     reports: list[Report] = []
     torch.manual_seed(0)
     plan = plan_steps(source.lengths, 0, epochs, 96)
-    return train(drafter(), teacher(settings.dtype), source, plan, settings, folder, reports.append), reports
+    objective = eagle3_objective(teacher(settings.dtype), 0.8)
+    index = ttt_builder(2, "predicted")
+    return train(drafter(), objective, index, source, plan, settings, folder, reports.append), reports
 
 
 def trace(folder: Path) -> list[dict[str, float]]:
@@ -206,7 +206,7 @@ def test_loss_falls_and_metrics_are_complete(tmp_path: Path) -> None:
 def test_validation_counts_misses_and_leading_hits() -> None:
     """By hand: drafts and targets through one-hot states, so that every argmax is known."""
     model, target = drafter().double(), teacher(torch.float64)
-    batch = pack([Samples().items[0]], 2, "predicted", torch.float64, 1, 1)
+    batch = pack([Samples().items[0]], ttt_builder(2, "predicted", 1), torch.float64, row_multiple=1)
     full = torch.randn(VOCABULARY, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     kept = torch.arange(VOCABULARY)
     result = validate(model, target, full, kept, [batch])

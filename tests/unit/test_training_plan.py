@@ -12,6 +12,7 @@ import torch
 
 from torchspec_core.errors import UserError
 from torchspec_core.training.batch import Sample, pack
+from torchspec_core.training.eagle3 import ttt_builder
 from torchspec_core.training.plan import plan_epoch, plan_steps
 from torchspec_core.training.schedule import lr_factor
 from torchspec_core.training.stage import hold_out
@@ -87,7 +88,7 @@ def sample(length: int, value: float) -> Sample:
 
 
 def test_packed_documents_lie_end_to_end() -> None:
-    batch = pack([sample(5, 10), sample(7, 20)], 2, "predicted", torch.float32, row_multiple=16, width_multiple=4)
+    batch = pack([sample(5, 10), sample(7, 20)], ttt_builder(2, "predicted", 4), torch.float32, row_multiple=16)
     assert (batch.tokens, batch.supervised, len(batch.ids)) == (12, 8, 16)
     assert batch.padding == pytest.approx(0.25)
     assert batch.ids.tolist() == [10] * 5 + [20] * 7 + [0] * 4

@@ -21,16 +21,18 @@ from typing import Any
 from torchspec_core.data.render import Renderer, load_renderer
 from torchspec_core.data.tokenset import TokenSet
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode
-from torchspec_core.decoding.draft import Eagle3Chain, baseline_tables
+from torchspec_core.decoding.draft import Drafts, baseline_tables
 from torchspec_core.decoding.target import CachedTarget, load_target
 from torchspec_core.errors import UserError
+from torchspec_core.evaluation.drafts import open_export
 from torchspec_core.evaluation.statistics import acceptance, engine_steps, replay
 from torchspec_core.evaluation.vllm import ServingRequest, measure_in_child
-from torchspec_core.export.checkpoint import load_drafter
+from torchspec_core.export.checkpoint import CONFIG
+from torchspec_core.kinds import kind_of_export
 from torchspec_core.stages.job import Job
 from torchspec_core.targets.answers import Prompt, read_prompts
 from torchspec_core.targets.engine import set_threads
-from torchspec_core.targets.facts import TargetFacts, read_facts
+from torchspec_core.targets.facts import TargetFacts, read_facts, read_json
 
 _log = logging.getLogger("torchspec.evaluation")
 
@@ -111,7 +113,7 @@ class _Work:
     def __init__(self, job: Job, facts: TargetFacts, renderer: Renderer, total: int) -> None:
         self.job, self.facts, self.renderer, self.total = job, facts, renderer, total
         self.done = 0
-        self._loaded: tuple[str, CachedTarget, Eagle3Chain] | None = None
+        self._loaded: tuple[str, CachedTarget, Drafts] | None = None
 
     def rows(self, name: str, mode: str, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
         """The rows of one set in one mode, from its shard if that is whole."""
@@ -136,13 +138,13 @@ class _Work:
             self._loaded[1].close()
         self._loaded = None
 
-    def _load(self, dtype: str) -> tuple[CachedTarget, Eagle3Chain]:
+    def _load(self, dtype: str) -> tuple[CachedTarget, Drafts]:
         if self._loaded is None or self._loaded[0] != dtype:
             self.close()
-            drafter, d2t, _ = load_drafter(self.job.inputs["export"], dtype, self.facts)
+            opened = open_export(self.job.inputs["export"], dtype, self.facts)
             threads = self.job.runtime["run"]["threads"]
-            target = load_target(self.job.inputs["target"], dtype, drafter.config.aux_layers, threads)
-            self._loaded = dtype, target, Eagle3Chain(drafter, target.embedding, d2t)
+            target = load_target(self.job.inputs["target"], dtype, opened.layers, threads)
+            self._loaded = dtype, target, opened.attach(target)
         return self._loaded[1:]
 
     def _decode(self, name: str, mode: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
@@ -205,11 +207,13 @@ def _served(job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     serving, k = job.params["serving"], job.params["evaluation"]["k"]
     chosen = rows[: serving["prompts"]]
     if job.workspace.done(VLLM_SHARD) is None:
+        exported = job.inputs["export"] / CONFIG
         request = ServingRequest(
             target=str(job.inputs["target"]),
             drafter=str(job.inputs["export"]),
             prompts=[row["prompt_ids"] for row in chosen],
             k=k,
+            method=kind_of_export(read_json(exported), where=str(exported)).method,
             max_new_tokens=serving["max_new_tokens"],
             dtype=serving["dtype"],
             threads=job.runtime["run"]["threads"],

@@ -25,7 +25,8 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class ServingRequest:
-    """What to serve. prompts: token ids. target, drafter: folders. threads: 0 = all cores."""
+    """What to serve. prompts: token ids. target, drafter: folders. threads: 0 = all cores. method: as
+    vLLM names the kind of drafter."""
 
     target: str
     drafter: str
@@ -35,6 +36,7 @@ class ServingRequest:
     dtype: str
     threads: int = 0
     max_num_seqs: int = 64
+    method: str = "eagle3"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class ServingResult:
 
 def measure(request: ServingRequest) -> ServingResult:
     """Run both engines in this process; raises UserError where vLLM refuses target or drafter."""
-    speculative = {"method": "eagle3", "model": request.drafter, "num_speculative_tokens": request.k}
+    speculative = {"method": request.method, "model": request.drafter, "num_speculative_tokens": request.k}
     plain, _, plain_seconds = _generate(request, None)
     texts, counters, seconds = _generate(request, speculative)
     return ServingResult(texts, plain, counters, seconds, plain_seconds)

@@ -24,12 +24,13 @@ from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.errors import UserError
 from torchspec_core.export.card import model_card
+from torchspec_core.kinds import KINDS, kind_of_drafter
 from torchspec_core.stages.job import Job
 from torchspec_core.targets.engine import DTYPES
 from torchspec_core.targets.facts import TargetFacts, read_facts, read_json, vllm_layer_id
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+ARCHITECTURES = KINDS["eagle3"].architectures
 # Forms of EAGLE-3 that this project's drafter does not compute; a checkpoint that switches one on is refused.
 UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias")
 
@@ -130,10 +131,13 @@ def export_eagle3(drafter_folder: Path, target_folder: Path, vocabulary_folder: 
 
 
 def build(job: Job) -> None:
-    """Stage `export`: inputs target, vocabulary, drafter."""
+    """Stage `export`: inputs target, vocabulary, drafter, of any kind."""
     names = (CONFIG, WEIGHTS, CARD)
     job.workspace.expect(len(names))
-    checkpoint = eagle3_checkpoint(job.inputs["drafter"], job.inputs["target"], job.inputs["vocabulary"])
+    kind = kind_of_drafter(read_json(job.inputs["drafter"] / "drafter.json"))
+    checkpoint: Checkpoint = kind.part("checkpoint")(
+        job.inputs["drafter"], job.inputs["target"], job.inputs["vocabulary"]
+    )
     for done, name in enumerate(names):
         if job.workspace.done(name) is None:
             with job.workspace.shard(name) as path:

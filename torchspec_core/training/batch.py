@@ -6,30 +6,31 @@ is the only padding, and `padding` counts it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchspec_core.objectives.alignment import MaskAlignment
-from torchspec_core.objectives.ttt import TTTIndex, ttt_index
-
 ROW_MULTIPLE = 64
 WIDTH_MULTIPLE = 32
+
+IndexBuilder = Callable[[Sequence[int], np.ndarray, Sequence[str], int, int], Any]
+"""(lengths of the packed documents, their loss mask [N], ids of the samples, epoch, row multiple) -> a kind's index."""
 
 
 @dataclass(frozen=True)
 class Sample:
     """One conversation: ids [T] int, mask [T] bool, aux: one [T, H_t] tensor a layer, last: [T, H_t] before the final
-    norm."""
+    norm; key: the sample's id."""
 
     ids: np.ndarray
     mask: np.ndarray
     aux: tuple[Tensor, ...]
     last: Tensor
+    key: str = ""
 
 
 class SampleSource(Protocol):
@@ -47,13 +48,13 @@ class SampleSource(Protocol):
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """ids [N] int64, aux [N, A * H_t], last [N, H_t], index of the rows; tokens: real ones; supervised: loss-mask
+    """ids [N] int64, aux [N, A * H_t], last [N, H_t], index: the kind's own; tokens: real ones; supervised: loss-mask
     tokens."""
 
     ids: Tensor
     aux: Tensor
     last: Tensor
-    index: TTTIndex
+    index: Any
     tokens: int
     supervised: int
 
@@ -65,11 +66,10 @@ class PackedBatch:
 
 def pack(
     samples: Sequence[Sample],
-    depths: int,
-    alignment: MaskAlignment,
+    index: IndexBuilder,
     dtype: torch.dtype,
+    epoch: int = 0,
     row_multiple: int = ROW_MULTIPLE,
-    width_multiple: int = WIDTH_MULTIPLE,
 ) -> PackedBatch:
     """Lay samples end to end; states are cast to `dtype` while they are copied."""
     lengths = [len(sample.ids) for sample in samples]
@@ -91,5 +91,5 @@ def pack(
             aux[start:end, layer * width : (layer + 1) * width].copy_(state)
         last[start:end].copy_(sample.last)
         start = end
-    index = ttt_index(lengths, mask, depths, alignment, row_multiple, width_multiple)
-    return PackedBatch(torch.from_numpy(ids), aux, last, index, tokens, int(mask.sum()))
+    made = index(lengths, mask, [sample.key for sample in samples], epoch, row_multiple)
+    return PackedBatch(torch.from_numpy(ids), aux, last, made, tokens, int(mask.sum()))

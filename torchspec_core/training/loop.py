@@ -16,13 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchspec_core.drafters.eagle3 import Eagle3Drafter
-from torchspec_core.objectives.alignment import MaskAlignment
-from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss
-from torchspec_core.training.batch import PackedBatch, SampleSource, pack
+from torchspec_core.training.batch import IndexBuilder, PackedBatch, SampleSource, pack
 from torchspec_core.training.checkpoint import load_checkpoint, save_checkpoint
+from torchspec_core.training.method import Objective
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
 from torchspec_core.training.plan import PlannedStep
 from torchspec_core.training.schedule import Schedule, lr_factor
@@ -35,9 +33,6 @@ METRICS = "metrics.jsonl"
 class LoopSettings:
     """What a run does, step by step; see the recipe's `training` section for the meaning of each."""
 
-    ttt_length: int
-    depth_decay: float
-    alignment: MaskAlignment
     optimizer: OptimizerSettings
     schedule: Schedule
     warmup: float
@@ -47,7 +42,6 @@ class LoopSettings:
     checkpoint_seconds: float
     validate_steps: int
     log_steps: int
-    chunk: int = 1024
 
 
 @dataclass(frozen=True)
@@ -60,20 +54,22 @@ class Report:
 
 
 def train(
-    drafter: Eagle3Drafter,
-    teacher: Teacher,
+    drafter: nn.Module,
+    objective: Objective,
+    index: IndexBuilder,
     source: SampleSource,
     plan: Sequence[PlannedStep],
     settings: LoopSettings,
     scratch: Path,
     report: Callable[[Report], None],
-    validate: Callable[[Eagle3Drafter], dict[str, float]] | None = None,
+    validate: Callable[[Any], dict[str, float]] | None = None,
 ) -> list[Tensor]:
     """Train `drafter` in place (it ends in the compute type) and return its final fp32 weights in parameter order.
 
     Args:
         drafter: fp32, initialised.
-        teacher: frozen parts of the target, in the compute type.
+        objective: the kind's loss of a batch.
+        index: makes the kind's index of a packed batch.
         plan: the steps; rank 0's samples are used.
         scratch: folder for checkpoint and metrics; a run continues from what it finds there.
         report: called for each line of metrics.
@@ -96,17 +92,8 @@ def train(
     began = mark = lap = time.monotonic()
     with open(metrics, "a", encoding="utf-8") as lines:
         for step in range(first, len(plan)):
-            batch = _load(source, plan[step], settings)
-            result = eagle3_loss(
-                drafter,
-                teacher,
-                batch.ids,
-                batch.aux,
-                batch.last,
-                batch.index,
-                settings.depth_decay,
-                chunk=settings.chunk,
-            )
+            batch = _load(source, plan[step], index, settings.dtype)
+            result = objective(drafter, batch)
             result.loss.backward()
             factor = lr_factor(step, len(plan), settings.schedule, settings.warmup, settings.decay)
             norm = optimizer.step(factor)
@@ -119,13 +106,14 @@ def train(
                     result.numerator,
                     result.correct,
                     result.count,
+                    torch.stack([*result.extras.values()]) if result.extras else torch.zeros(0, 2),
                     norm,
                     torch.tensor([batch.tokens, batch.supervised, len(batch.ids)], dtype=torch.float64),
                 )
             )
             done = step + 1
             if done % settings.log_steps == 0 or done == len(plan):
-                numbers = _summarise(pending)
+                numbers = _summarise(pending, tuple(result.extras))
                 pending = []
                 now = time.monotonic()
                 numbers |= {
@@ -167,9 +155,8 @@ def train(
     return final
 
 
-def _load(source: SampleSource, step: PlannedStep, settings: LoopSettings) -> PackedBatch:
-    samples = [source.get(i) for i in step.ranks[0]]
-    return pack(samples, settings.ttt_length, settings.alignment, settings.dtype)
+def _load(source: SampleSource, step: PlannedStep, index: IndexBuilder, dtype: torch.dtype) -> PackedBatch:
+    return pack([source.get(i) for i in step.ranks[0]], index, dtype, step.epoch)
 
 
 def _truncate(path: Path, size: int) -> None:
@@ -178,9 +165,9 @@ def _truncate(path: Path, size: int) -> None:
         file.truncate(size)
 
 
-def _summarise(pending: list[tuple[Tensor, ...]]) -> dict[str, float]:
-    """Mean loss and norm, and accuracies pooled over the rows, of the steps since the last line."""
-    loss, numerator, correct, count, norm, sizes = (
+def _summarise(pending: list[tuple[Tensor, ...]], extras: Sequence[str]) -> dict[str, float]:
+    """Mean loss and norm, and accuracies and extras pooled over the rows, of the steps since the last line."""
+    loss, numerator, correct, count, more, norm, sizes = (
         torch.stack(column).double() for column in zip(*pending, strict=True)
     )
     rows = count.sum(dim=0).clamp(min=1.0)
@@ -188,5 +175,6 @@ def _summarise(pending: list[tuple[Tensor, ...]]) -> dict[str, float]:
     numbers: dict[str, Any] = {"loss": loss.mean(), "grad_norm": norm.mean()}
     for depth, (value, right) in enumerate(zip(numerator.sum(dim=0) / rows, correct.sum(dim=0) / rows, strict=True)):
         numbers |= {f"loss_{depth}": value, f"acc_{depth}": right}
+    numbers |= {name: top / bottom.clamp(min=1e-9) for name, (top, bottom) in zip(extras, more.sum(dim=0), strict=True)}
     numbers |= {"tokens": total[0], "supervised": total[1], "padding": 1.0 - total[0] / total[2]}
     return {name: float(value) for name, value in numbers.items()}

@@ -22,20 +22,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchspec_core.data.tokenset import TokenSet
-from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
-from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.errors import UserError
-from torchspec_core.objectives.eagle3 import Teacher
+from torchspec_core.kinds import KINDS
 from torchspec_core.stages.job import Job
 from torchspec_core.store.files import StateSet
-from torchspec_core.targets.engine import DTYPES, TargetHead, load_embedding, load_head, set_threads
+from torchspec_core.targets.engine import DTYPES, load_embedding, load_head, set_threads
 from torchspec_core.targets.facts import TargetFacts, read_facts
-from torchspec_core.training.batch import PackedBatch, Sample, pack
+from torchspec_core.training.batch import IndexBuilder, PackedBatch, Sample, pack
 from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.memory import keep_freed_memory
+from torchspec_core.training.method import Method, Setup
 from torchspec_core.training.optimizer import OptimizerSettings
 from torchspec_core.training.plan import plan_epoch, plan_steps
-from torchspec_core.training.validation import validate
 
 _log = logging.getLogger("torchspec.training")
 _HELD_OUT_EACH, _HELD_OUT_MOST = 32, 64
@@ -59,7 +57,7 @@ class StateSamples:
         """Sample i: views of the mapped files."""
         row = self.tokens.get(int(self.places[i]))
         *aux, last = self.states.get(row.sample_id).values()
-        return Sample(row.input_ids, row.loss_mask, tuple(aux), last)
+        return Sample(row.input_ids, row.loss_mask, tuple(aux), last, row.sample_id)
 
 
 def hold_out(sample_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -73,40 +71,6 @@ def hold_out(sample_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
     return np.setdiff1d(np.arange(len(order)), held), held
 
 
-def drafter_config(settings: dict[str, Any], facts: TargetFacts, aux_layers: Sequence[int]) -> Eagle3Config:
-    """The drafter's shape: what the recipe's `drafter` section leaves open is as the target's."""
-
-    def size(name: str) -> int:
-        return int(settings[name] if settings[name] is not None else getattr(facts, name))
-
-    return Eagle3Config(
-        hidden_size=facts.hidden_size,
-        target_hidden_size=facts.hidden_size,
-        num_heads=size("num_heads"),
-        num_kv_heads=size("num_kv_heads"),
-        head_dim=size("head_dim"),
-        intermediate_size=size("intermediate_size"),
-        vocab_size=facts.vocab_size,
-        draft_vocab_size=settings["draft_vocab_size"],
-        aux_layers=tuple(aux_layers),
-        rms_norm_eps=facts.rms_norm_eps,
-        rope=RopeConfig(theta=facts.rope_theta),
-        max_position_embeddings=facts.max_position_embeddings,
-        norm_before_residual=settings["norm_before_residual"],
-    )
-
-
-def new_drafter(config: Eagle3Config, init: str, seed: int, head: TargetHead, kept: Tensor) -> Eagle3Drafter:
-    """An untrained fp32 drafter; `init="target"` copies the target's head rows and final norm."""
-    drafter = Eagle3Drafter(config)
-    init_weights(drafter, seed)
-    if init == "target":
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(head.head_weight[kept])
-            drafter.norm.weight.copy_(head.norm_weight)
-    return drafter
-
-
 def loop_settings(training: dict[str, Any], runtime: dict[str, Any]) -> LoopSettings:
     """The recipe's `training` section, identity and runtime sides, as the loop takes it."""
     optimizer = OptimizerSettings(
@@ -118,9 +82,6 @@ def loop_settings(training: dict[str, Any], runtime: dict[str, Any]) -> LoopSett
         training["clip"],
     )
     return LoopSettings(
-        ttt_length=training["ttt_length"],
-        depth_decay=training["depth_decay"],
-        alignment=training["mask_alignment"],
         optimizer=optimizer,
         schedule=training["schedule"],
         warmup=training["warmup"],
@@ -148,28 +109,32 @@ def build(job: Job) -> None:
     facts = read_facts(job.inputs["target"])
     head = load_head(job.inputs["target"], settings.dtype)
     kept = _kept_tokens(job.inputs["vocabulary"] / "t2d.npy", job.params["drafter"]["draft_vocab_size"], facts)
-    teacher = Teacher(
-        load_embedding(job.inputs["target"], settings.dtype), head.norm_weight, head.eps, head.head_weight[kept]
-    )
     source, held = _samples(job, facts)
-    config = drafter_config(job.params["drafter"], facts, source.states.layers[:-1])
-    drafter = new_drafter(config, job.params["drafter"]["init"], seed, head, kept)
+    embedding = load_embedding(job.inputs["target"], settings.dtype)
+    setup = Setup(job.params["drafter"], training, seed, facts, tuple(source.states.layers[:-1]), embedding, head, kept)
+    method: Method = KINDS[job.params["drafter"]["kind"]].part("training")(setup)
+    drafter = method.drafter
     plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"])
-    batches = _validation_batches(held, training["tokens_per_step"], settings)
-    check = partial(validate, teacher=teacher, full_head=head.head_weight, kept=kept, batches=batches)
+    batches = _validation_batches(held, training["tokens_per_step"], method.index, settings.dtype)
+
+    def check(drafter: Any) -> dict[str, float]:
+        return method.validate(drafter, batches)
+
     scratch = job.workspace.scratch("checkpoint")
     parameters = sum(p.numel() for p in drafter.parameters())
     _log.info(
         "%d samples, %d held out, %d steps, %d parameters", len(source.places), len(held.places), len(plan), parameters
     )
-    weights = train(drafter, teacher, source, plan, settings, scratch, partial(_report, job), check)
+    weights = train(
+        drafter, method.objective, method.index, source, plan, settings, scratch, partial(_report, job), check
+    )
     metrics = check(drafter)
     names = [name for name, _ in drafter.named_parameters()]
     tensors = {name: weight.contiguous() for name, weight in zip(names, weights, strict=True)}
     with job.workspace.shard(METRICS) as path:
         shutil.copyfile(scratch / METRICS, path)
     with job.workspace.shard(CONFIG) as path:
-        path.write_text(json.dumps(config.to_json(), indent=1))
+        path.write_text(json.dumps(method.config.to_json(), indent=1))
     with job.workspace.shard(WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt"})
     with job.workspace.shard(VALIDATION) as path:
@@ -220,12 +185,11 @@ def _samples(job: Job, facts: TargetFacts) -> tuple[StateSamples, StateSamples]:
     return StateSamples(tokens, states, chosen), StateSamples(tokens, states, held)
 
 
-def _validation_batches(held: StateSamples, tokens_per_step: int, settings: LoopSettings) -> list[PackedBatch]:
+def _validation_batches(
+    held: StateSamples, tokens_per_step: int, index: IndexBuilder, dtype: torch.dtype
+) -> list[PackedBatch]:
     plan = plan_epoch(held.lengths, 0, 0, tokens_per_step)
-    return [
-        pack([held.get(i) for i in step.ranks[0]], settings.ttt_length, settings.alignment, settings.dtype)
-        for step in plan
-    ]
+    return [pack([held.get(i) for i in step.ranks[0]], index, dtype) for step in plan]
 
 
 def _report(job: Job, report: Report) -> None:
