@@ -161,6 +161,12 @@ class CachedTarget:
         weight: Tensor = self.model.get_input_embeddings().weight
         return weight
 
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, H], the output head, which block drafters share."""
+        weight: Tensor = self.head.weight  # type: ignore[assignment]
+        return weight
+
     def close(self) -> None:
         """Remove the hooks from the model."""
         self._stack.close()

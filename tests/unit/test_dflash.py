@@ -1,0 +1,366 @@
+"""Block drafters: masks against loops, isolation, training = cached drafting, losses against plain autograd, sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchspec_core.decoding.blocks import BlockDrafts
+from torchspec_core.decoding.draft import Committed
+from torchspec_core.drafters.blocks import BlockRule, DenseBlocks, GatheredBlocks
+from torchspec_core.drafters.convolution import GroupedDynamicConvolution
+from torchspec_core.drafters.dflash import (
+    FULL,
+    SLIDING,
+    BlockConfig,
+    BlockDrafter,
+    ConvolutionConfig,
+    SelectorConfig,
+    init_blocks,
+)
+from torchspec_core.drafters.slots import Tables
+from torchspec_core.errors import UserError
+from torchspec_core.objectives.blocks import BlockIndex, block_index, sample_anchors
+from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_embeds, block_loss
+
+H, V, B, LENGTHS = 16, 24, 4, [12, 9, 3]
+KINDS = ("dflash", "dflash2", "dspark")
+
+
+def config(kind: str = "dflash", **changes: Any) -> BlockConfig:
+    parts: dict[str, Any] = {
+        "dflash2": {"convolution": ConvolutionConfig(2, 4), "selector": SelectorConfig(6, 5, "projected")},
+        "dspark": {"markov_rank": 6},
+    }.get(kind, {})
+    sizes = {
+        "kind": kind, "hidden_size": H, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24,
+        "vocab_size": V, "aux_layers": (0, 2), "block_size": B, "mask_token_id": V - 1,
+    }  # fmt: skip
+    return BlockConfig(**{**sizes, **parts, **changes})
+
+
+def drafter(shape: BlockConfig, seed: int = 0) -> BlockDrafter:
+    """Random everywhere, convolutions and norms included: nothing is neutral."""
+    model = BlockDrafter(shape).double()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(1 + 0.2 * noise if "norm" in name else 0.3 * noise)
+    return model
+
+
+def random(*shape: int, seed: int = 5) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+TABLES = Tables(random(V, H, seed=1), random(V, H, seed=2))
+TEACHER = BlockTeacher(TABLES, 1 + 0.1 * random(H, seed=3), 1e-5)
+IDS = torch.randint(0, V - 1, (sum(LENGTHS),), generator=torch.Generator().manual_seed(4))
+AUX, LAST = random(sum(LENGTHS), 2 * H, seed=6), random(sum(LENGTHS), H, seed=7)
+MASK = np.ones(sum(LENGTHS), dtype=bool)
+MASK[[0, 1, 6, 12, 13]] = False
+ANCHORS = [np.array([3, 4, 9]), np.array([2, 6])]
+
+
+def index(predictions: int = B - 1, anchors: list[np.ndarray] | None = None, **multiples: int) -> BlockIndex:
+    return block_index(LENGTHS, MASK, ANCHORS if anchors is None else anchors, B, predictions, 4.0, **multiples)
+
+
+def hidden(model: BlockDrafter, made: BlockIndex, aux: Tensor = AUX, form: Any = GatheredBlocks) -> Tensor:
+    embeds = block_embeds(TABLES.embedding, IDS, made.anchor, B, V - 1)
+    return model(aux, embeds, made.layout, form)
+
+
+@pytest.mark.parametrize("rule", [BlockRule(), BlockRule(True), BlockRule(False, 3), BlockRule(True, 2)])
+def test_the_mask_is_what_a_loop_over_all_pairs_says(rule: BlockRule) -> None:
+    layout = index().layout
+    found = DenseBlocks(layout).visible(rule)
+    for m, (document, anchor) in enumerate(zip(layout.block_document.tolist(), layout.anchor.tolist(), strict=True)):
+        for slot in range(B):
+            expected = []
+            for other, position in zip(layout.document.tolist(), layout.position.tolist(), strict=True):
+                distance = anchor + slot - position
+                near = (not rule.causal or distance >= 0) and (rule.window is None or abs(distance) < rule.window)
+                expected.append(other == document and position < anchor and near)
+            for other in range(len(layout.anchor)):
+                for key in range(B):
+                    near = (not rule.causal or key <= slot) and (rule.window is None or abs(slot - key) < rule.window)
+                    expected.append(other == m and near)
+            assert found[m, slot].tolist() == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [None, True, False])
+def test_the_fast_form_is_the_dense_one_gradients_included(kind: str, causal: bool | None) -> None:
+    model = drafter(config(kind, layer_types=(FULL, SLIDING), sliding_window=3, is_causal=causal))
+    made = index(model.config.predictions, block_multiple=8, width_multiple=16, row_multiple=8)
+    gradients = []
+    for form in (DenseBlocks, GatheredBlocks):
+        model.zero_grad()
+        loss = block_loss(model, TEACHER, IDS, AUX, LAST, made, chunk=7, form=form).loss
+        loss.backward()
+        gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
+    for (name, _), dense, fast in zip([("loss", 0), *model.named_parameters()], *gradients, strict=True):
+        torch.testing.assert_close(fast, dense, atol=1e-12, rtol=1e-9, msg=name)
+
+
+def test_blocks_see_the_context_before_them_and_nothing_else() -> None:
+    model, made = drafter(config()), index()
+    before = hidden(model, made)
+    changed = AUX.clone()
+    changed[4] += 1  # position 4 of the first document: the anchors 3 and 4 do not know it, 9 does
+    after = hidden(model, made, changed)
+    assert torch.equal(before[:2], after[:2]) and not torch.equal(before[2], after[2])
+    assert torch.equal(before[3:], after[3:])
+    alone = hidden(model, index(anchors=[np.array([4])]))
+    torch.testing.assert_close(alone[0], before[1], atol=1e-12, rtol=0)
+    padded = hidden(model, index(block_multiple=16, width_multiple=32))
+    torch.testing.assert_close(padded[:5], before, atol=1e-12, rtol=0)
+    assert torch.isfinite(padded).all()
+
+
+def test_a_block_is_read_both_ways_unless_it_is_causal() -> None:
+    made = index()
+    embeds = block_embeds(TABLES.embedding, IDS, made.anchor, B, V - 1)
+    other = embeds.clone()
+    other[:, -1] += 1
+    for causal in (None, True):
+        model = drafter(config(is_causal=causal))
+        same = torch.equal(model(AUX, embeds, made.layout)[:, 0], model(AUX, other, made.layout)[:, 0])
+        assert same == bool(causal)
+
+
+def test_a_window_wider_than_everything_is_full_attention() -> None:
+    wide = {"layer_types": (SLIDING, SLIDING), "sliding_window": max(LENGTHS) + B}
+    for causal in (True, False):
+        full, sliding = drafter(config(is_causal=causal)), drafter(config(is_causal=causal, **wide))
+        torch.testing.assert_close(hidden(full, index()), hidden(sliding, index()), atol=1e-12, rtol=0)
+    assert config(**wide).rules == (BlockRule(True, wide["sliding_window"]),) * 2  # vLLM: sliding layers are causal
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_cached_drafting_however_the_context_came(kind: str) -> None:
+    model = drafter(config(kind, layer_types=(FULL, SLIDING), sliding_window=5))
+    made = index(model.config.predictions)
+    trained = hidden(model, made)
+    for split in ((9,), (1, 3, 5), (4, 5)):
+        caches, at = model.new_cache(2, 16), 0
+        for count in split:  # the two documents side by side; the second one's anchor is earlier
+            positions = torch.arange(at, at + count).expand(2, -1).clone()
+            positions[1, positions[1] >= 6] = -1
+            aux = torch.stack((AUX[at : at + count], AUX[12:24][at : at + count]))
+            model.extend(aux, positions, caches)
+            at += count
+        anchors = torch.tensor([9, 6])
+        embeds = block_embeds(TABLES.embedding, IDS, torch.tensor([9, 18]), B, V - 1)
+        found = model.draft(embeds, anchors, caches)
+        torch.testing.assert_close(found, trained[[2, 4]], atol=1e-12, rtol=0)
+
+
+def plain_loss(model: BlockDrafter, made: BlockIndex) -> Tensor:
+    """The three losses written down for all slots at once, for autograd to differentiate."""
+    shape = model.config
+    h = hidden(model, made).flatten(0, 1)[made.slot]
+    gold, previous = IDS[made.label], IDS[made.previous]
+    weight, chain = made.weight / made.weight.sum(), made.chain / made.chain.sum()
+    logits = h @ TABLES.head.T
+    if shape.markov_rank is not None:
+        features = model.markov_head.markov_w1(previous)
+        q = (logits + features @ model.markov_head.markov_w2.weight.T).softmax(-1)
+        normed = LAST / (LAST.square().mean(-1, keepdim=True) + TEACHER.eps).sqrt() * TEACHER.norm
+        p = (normed[made.previous] @ TABLES.head.T).softmax(-1)
+        distance = (q - p).abs().sum(-1)
+        c = torch.sigmoid(
+            torch.cat((h, features), -1) @ model.confidence_head.proj.weight[0] + model.confidence_head.proj.bias
+        )
+        wanted = torch.minimum(p, q).sum(-1).detach()
+        judged = -(wanted * c.log() + (1 - wanted) * (1 - c).log())
+        return (chain * (-0.1 * q[range(len(q)), gold].log() + 0.9 * distance + judged)).sum()
+    loss = -(weight * logits.log_softmax(-1)[range(len(gold)), gold]).sum()
+    if shape.selector is None:
+        return loss
+    selector = model.candidate_selector
+    a = TABLES.embedding @ selector.predecessor_projection.weight.T
+    b = TABLES.head @ selector.successor_projection.weight.T
+    for r in range(len(gold)):
+        best = logits[r].topk(shape.selector.top_k).indices.tolist()
+        best = best if int(gold[r]) in best else [*best[:-1], int(gold[r])]
+        edge = b[best] @ (a[previous[r]] * (selector.hidden_projection.weight @ h[r]))
+        loss = loss - chain[r] * (logits[r, best] + edge).log_softmax(-1)[best.index(int(gold[r]))]
+    return loss
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_and_gradients_are_those_of_plain_autograd(kind: str) -> None:
+    model = drafter(config(kind))
+    made = index(model.config.predictions)
+    result = block_loss(model, TEACHER, IDS, AUX, LAST, made, chunk=3)
+    result.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+    expected = plain_loss(model, made)
+    expected.backward()
+    torch.testing.assert_close(result.loss, expected, atol=1e-12, rtol=1e-10)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, atol=1e-11, rtol=1e-8, msg=name)
+
+
+def test_gradients_stop_where_they_are_told_to() -> None:
+    for kind, weights in (
+        ("dflash2", BlockWeights(selector_stop_gradient=True)),
+        ("dspark", BlockWeights(cross_entropy=0.0, l1=0.0, confidence_stop_gradient=True)),
+    ):
+        model = drafter(config(kind))
+        made = index(model.config.predictions)
+        block_loss(model, TEACHER, IDS, AUX, LAST, made, weights).loss.backward()
+        moved = model.fc.weight.grad.clone()  # type: ignore[union-attr]
+        model.zero_grad()
+        off = replace(weights, selector=0.0, confidence=0.0)
+        block_loss(model, TEACHER, IDS, AUX, LAST, made, off).loss.backward()
+        assert torch.equal(moved, model.fc.weight.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_batch_without_supervision_gives_zero_for_every_parameter(kind: str) -> None:
+    model = drafter(config(kind))
+    made = block_index(LENGTHS, np.zeros_like(MASK), [], B, model.config.predictions, 4.0, 8, 8, 8)
+    result = block_loss(model, TEACHER, IDS, AUX, LAST, made)
+    result.loss.backward()
+    assert result.loss.item() == 0.0 and result.count.sum() == 0
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+def test_neutral_parts_leave_dflash() -> None:
+    plain, extended, spark = drafter(config()), drafter(config("dflash2")), drafter(config("dspark"))
+    shared = plain.state_dict()
+    for model in (extended, spark):
+        model.load_state_dict(shared, strict=False)
+    for module in extended.modules():
+        if isinstance(module, GroupedDynamicConvolution):
+            module.reset()
+    with torch.no_grad():
+        extended.candidate_selector.hidden_projection.weight.zero_()
+        spark.markov_head.markov_w2.weight.zero_()
+    made = index()
+    torch.testing.assert_close(hidden(extended, made), hidden(plain, made), atol=1e-12, rtol=0)
+    torch.testing.assert_close(hidden(spark, made)[:, 1:], hidden(plain, made), atol=1e-12, rtol=0)
+    h, previous = random(5, H), torch.arange(5)
+    unary = h @ TABLES.head.T
+    scores, ids = extended.scores(h, previous, TABLES)
+    assert ids is not None and torch.equal(ids[range(5), scores.argmax(-1)], unary.argmax(-1))
+    torch.testing.assert_close(spark.scores(h, previous, TABLES)[0], unary)
+
+
+def test_a_selector_over_the_whole_vocabulary_is_full_cross_entropy_and_needs_no_injection() -> None:
+    model = drafter(config("dflash2", selector=SelectorConfig(6, V, "projected")))
+    made = index()
+    result = block_loss(model, TEACHER, IDS, AUX, LAST, made)
+    h = hidden(model, made).flatten(0, 1)[made.slot]
+    everything = torch.arange(V).expand(len(h), -1)
+    with torch.no_grad():
+        scores = h @ TABLES.head.T + model.candidate_selector(h, IDS[made.previous], everything, TABLES)
+        expected = (made.chain * -scores.log_softmax(-1)[range(len(h)), IDS[made.label]]).sum() / made.chain.sum()
+    top, bottom = result.extras["selector_loss"]
+    assert float(top / bottom) == pytest.approx(float(expected), abs=1e-10)
+    assert float(result.extras[f"recall_{V}"][0]) == pytest.approx(float(made.chain.sum()))
+
+
+def test_convolution_by_hand_and_no_leak_across_blocks() -> None:
+    convolution = GroupedDynamicConvolution(2, 2, 2)
+    with torch.no_grad():
+        convolution.base_kernel[:, 1] = 0.5
+    y = torch.tensor([[[1.0, 1.0], [2.0, 2.0], [4.0, 4.0]], [[8.0, 8.0], [0.0, 0.0], [0.0, 0.0]]])
+    out = convolution.side(0, y, convolution.coefficients(y))
+    assert out[0].tolist() == [[1.0, 1.0], [2.5, 2.5], [5.0, 5.0]]
+    assert out[1, 0].tolist() == [8.0, 8.0]
+
+
+def test_slot_weights() -> None:
+    made = block_index([40], np.ones(40, dtype=bool), [np.array([2])], 8, 7, 7.0)
+    assert made.weight.tolist() == pytest.approx([1, 0.8669, 0.7515, 0.6514, 0.5647, 0.4895, 0.4244], abs=5e-5)
+    made = block_index([40], np.ones(40, dtype=bool), [np.array([2])], 7, 7, 4.0)
+    assert made.weight.tolist() == pytest.approx([1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231], abs=5e-5)
+
+
+def test_anchors_depend_on_seed_epoch_and_sample_alone_and_are_uniform() -> None:
+    mask = np.zeros(40, dtype=bool)
+    mask[5:17] = mask[20:31] = True
+    candidates = [*range(5, 16), *range(20, 30)]
+    drawn = [sample_anchors(mask, 6, 0, epoch, "a") for epoch in range(2000)]
+    assert all((np.diff(part) > 0).all() and len(part) == 6 for part in drawn)
+    counts = np.bincount(np.concatenate(drawn), minlength=40)
+    assert np.flatnonzero(counts).tolist() == candidates
+    share = 6 / len(candidates)
+    assert (abs(counts[candidates] - 2000 * share) < 4 * math.sqrt(2000 * share * (1 - share))).all()
+    assert np.array_equal(sample_anchors(mask, 6, 0, 3, "a"), drawn[3])
+    assert not np.array_equal(sample_anchors(mask, 6, 1, 3, "a"), drawn[3])
+    assert sample_anchors(mask, 64, 0, 0, "a").tolist() == candidates
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_walk_draws_from_the_law_it_reports(kind: str) -> None:
+    model = BlockDrafter(config(kind))
+    init_blocks(model, 0)
+    drafts = BlockDrafts(model, Tables(*(table.float() for table in TABLES)))
+    k = model.config.predictions
+    rows = 400
+    drafts.start(rows, 8)
+    states = random(1, 3, 2 * H).float().expand(rows, -1, -1)
+    counts = torch.full((rows,), 3)
+    committed = Committed(states, torch.tensor([[1, 2, 3]]).expand(rows, -1), torch.zeros_like(counts), counts)
+    u = torch.rand(rows, k, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    proposal = drafts.propose(committed, k, 1.0, u)
+    assert proposal.q is not None and proposal.tokens.shape == (rows, k)
+    torch.testing.assert_close(proposal.q.sum(-1), torch.ones(rows, k))
+    assert (proposal.q.gather(2, proposal.tokens.unsqueeze(2)) > 0).all()
+    if kind == "dflash2":
+        assert ((proposal.q > 0).sum(-1) == 5).all()
+    seen = torch.bincount(proposal.tokens[:, 0], minlength=V) / rows
+    assert (seen - proposal.q[0, 0]).abs().max() < 4 * math.sqrt(0.25 / rows)
+    with pytest.raises(UserError, match="evaluation.k"):
+        drafts.propose(committed, k + 1, 1.0, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"mask_token_id": V}, "mask_token_id"),
+        ({"num_kv_heads": 3}, "num_kv_heads"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"block_size": 1}, "block_size"),
+        ({"layer_types": (FULL, SLIDING)}, "sliding_window"),
+        ({"aux_layers": (1, 1)}, "capture.layers"),
+        ({"convolution": ConvolutionConfig(2, 5)}, "conv_group_size"),
+        ({"selector": SelectorConfig(4, V + 1)}, "selector_top_k"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused_by_key(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(UserError, match=key):
+        config(**changes)
+
+
+@pytest.mark.parametrize(("query_heads", "expected"), [(64, 2_249_289_601), (96, 4_744_900_481)])
+def test_parameter_counts_of_released_dspark(query_heads: int, expected: int) -> None:
+    """RadixArk/Kimi-K3-DSpark; RedHatAI/Kimi-K3-speculator.dspark, whose file holds embedding and head as well."""
+    shape = BlockConfig(
+        kind="dspark", hidden_size=7168, num_heads=query_heads, num_kv_heads=16, head_dim=64, intermediate_size=14336,
+        vocab_size=163840, aux_layers=(7, 31, 47, 63, 87), block_size=7, mask_token_id=163837, layer_types=(FULL,) * 5,
+        markov_rank=256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        count = sum(p.numel() for p in BlockDrafter(shape).parameters())
+    shared = 2 * 163840 * 7168 if query_heads == 96 else 0
+    assert count + shared == expected
+
+
+def test_convolutions_of_qwen3_4b_have_the_published_size() -> None:
+    with torch.device("meta"):
+        layers = [GroupedDynamicConvolution(2560, 2, 16) for _ in range(10)]
+    assert sum(p.numel() for layer in layers for p in layer.parameters()) == 16_486_400
