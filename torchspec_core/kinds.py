@@ -41,6 +41,17 @@ class Kind:
         return getattr(importlib.import_module(module), function)
 
 
+def _block_kind(name: str, method: str, architecture: str) -> Kind:
+    return Kind(
+        name,
+        method,
+        (architecture,),
+        "torchspec_core.training.dflash:block_method",
+        "torchspec_core.export.dflash:block_checkpoint",
+        "torchspec_core.evaluation.drafts:open_blocks",
+    )
+
+
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -52,6 +63,9 @@ KINDS: Mapping[str, Kind] = {
             "torchspec_core.export.checkpoint:eagle3_checkpoint",
             "torchspec_core.evaluation.drafts:open_eagle3",
         ),
+        _block_kind("dflash", "dflash", "DFlashDraftModel"),
+        _block_kind("dflash2", "dflash", "DFlash2DraftModel"),
+        _block_kind("dspark", "dspark", "Qwen3DSparkModel"),
     )
 }
 DEFAULT = "eagle3"

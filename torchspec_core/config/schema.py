@@ -131,17 +131,44 @@ class StoreSection(Section):
 class DrafterSection(Section):
     """The small model."""
 
-    kind: Literal["eagle3"] = Identity("eagle3")
+    kind: Literal["eagle3", "dflash", "dflash2", "dspark"] = Identity("eagle3")
     attention: Literal["gqa"] = Identity("gqa")
     num_heads: int | None = Identity(None, gt=0, description="None = as the target.")
     num_kv_heads: int | None = Identity(None, gt=0)
     head_dim: int | None = Identity(None, gt=0)
     intermediate_size: int | None = Identity(None, gt=0)
-    draft_vocab_size: int = Identity(8192, gt=0, description="Tokens the drafter can propose; the target's size = all.")
+    draft_vocab_size: int = Identity(
+        8192, gt=0, description="Tokens an `eagle3` can propose; the target's size = all. Others propose all."
+    )
     norm_before_residual: bool = Identity(False)
     init: Literal["random", "target"] = Identity(
         "random", description="`target`: head and final norm start as the target's."
     )
+    num_layers: int = Identity(2, gt=0, description="Of the block drafters `dflash`, `dflash2`, `dspark`.")
+    block_size: int = Identity(
+        4,
+        gt=0,
+        le=32,
+        description="Slots of a block; `dspark` drafts as many tokens, the other block drafters one less.",
+    )
+    mask_token_id: int | None = Identity(
+        None, ge=0, description="Token whose embedding marks the slots to fill: an id that texts never use."
+    )
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = Identity(
+        None, strict=False, description="One for each layer of a block drafter; none = all full."
+    )
+    sliding_window: int | None = Identity(None, gt=0, description="Tokens that a sliding layer sees, itself included.")
+    is_causal: bool | None = Identity(
+        None, description="Of all layers of a block drafter; none = sliding layers are causal, full ones are not."
+    )
+    conv_kernel_size: int = Identity(2, gt=0, description="Taps of `dflash2`'s convolution.")
+    conv_group_size: int = Identity(16, gt=0, description="Channels that share a dynamic coefficient.")
+    selector_rank: int = Identity(256, gt=0, description="Of `dflash2`'s candidate selector.")
+    selector_top_k: int = Identity(16, gt=0, description="Candidates of each slot.")
+    selector_codebook: Literal["projected", "free"] = Identity(
+        "projected", description="Projections of the target's embedding and head, or tables of their own."
+    )
+    markov_rank: int = Identity(256, gt=0, description="Of `dspark`'s Markov head.")
 
 
 class TrainingSection(Section):
@@ -150,6 +177,14 @@ class TrainingSection(Section):
     ttt_length: int = Identity(3, gt=0, le=16, description="Depths of the training-time test.")
     depth_decay: float = Identity(0.8, gt=0.0, le=1.0, description="Weight of depth d is depth_decay**d.")
     mask_alignment: Literal["predicted", "reference"] = Identity("predicted")
+    anchors: int = Identity(64, gt=0, description="Blocks of each sample in an epoch, at most (block drafters).")
+    block_gamma: float = Identity(4.0, gt=0.0, description="Prediction n of a block weighs exp(-n / block_gamma).")
+    selector_weight: float = Identity(1.0, ge=0.0, description="Of `dflash2`'s selector loss.")
+    selector_stop_gradient: bool = Identity(False, description="The selector's loss does not move the backbone.")
+    cross_entropy_weight: float = Identity(0.1, ge=0.0, description="Of `dspark`'s cross-entropy.")
+    l1_weight: float = Identity(0.9, ge=0.0, description="Of `dspark`'s distance to the target's distribution.")
+    confidence_weight: float = Identity(1.0, ge=0.0, description="Of `dspark`'s confidence loss.")
+    confidence_stop_gradient: bool = Identity(False, description="The confidence's loss moves its own head only.")
     optimizer: Literal["adamw", "muon"] = Identity("adamw")
     lr: float = Identity(1e-3, gt=0.0)
     muon_lr: float = Identity(0.02, gt=0.0, description="Learning rate of the matrices under `muon`.")

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchspec_core.decoding.blocks import BlockDrafts
 from torchspec_core.decoding.draft import Drafts, Eagle3Chain
 from torchspec_core.decoding.target import CachedTarget
+from torchspec_core.drafters.slots import Tables
 from torchspec_core.export.checkpoint import CONFIG, load_drafter
+from torchspec_core.export.dflash import load_blocks
 from torchspec_core.kinds import kind_of_export
 from torchspec_core.targets.facts import TargetFacts, read_json
 
@@ -36,3 +39,12 @@ def open_eagle3(folder: Path, dtype: str, facts: TargetFacts) -> Opened:
     """EAGLE-3, drafting a chain."""
     drafter, d2t, _ = load_drafter(folder, dtype, facts)
     return Opened(drafter.config.aux_layers, lambda target: Eagle3Chain(drafter, target.embedding, d2t))
+
+
+def open_blocks(folder: Path, dtype: str, facts: TargetFacts) -> Opened:
+    """DFlash, DFlash 2 or DSpark, drafting a block."""
+    drafter = load_blocks(folder, dtype, facts)
+    return Opened(
+        drafter.config.aux_layers,
+        lambda target: BlockDrafts(drafter, Tables(target.embedding.detach(), target.head_weight.detach())),
+    )

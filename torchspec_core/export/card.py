@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchspec_core.kinds import KINDS
 from torchspec_core.targets.facts import TargetFacts
 
 _CARD = """---
@@ -46,11 +47,6 @@ def model_card(config: Mapping[str, Any], target: TargetFacts, validation: Mappi
     """
     vllm_ids = config["eagle_aux_hidden_state_layer_ids"]
     coverage = validation.get("coverage")
-    numbers = [
-        f"| validation, {name} | {value:.4g} |\n"
-        for name, value in validation.items()
-        if name != "coverage" and isinstance(value, (int, float))
-    ]
     return _CARD.format(
         architecture=target.architecture,
         layers=target.num_layers,
@@ -66,5 +62,72 @@ def model_card(config: Mapping[str, Any], target: TargetFacts, validation: Mappi
         head_dim=config["head_dim"],
         mlp=config["intermediate_size"],
         dtype=config["torch_dtype"],
-        validation="".join(numbers),
+        validation=_numbers(validation),
+    )
+
+
+_BLOCK_CARD = """---
+library_name: vllm
+tags: [speculative-decoding, {kind}]
+---
+
+# {name} drafter for {architecture} ({layers} layers, width {width}, {vocabulary} tokens)
+
+A draft model for speculative decoding: it guesses a block of next tokens of **one** target in a single pass, and the
+target checks them: the target's answers stay as they are and come sooner. For any other target it is useless.
+
+| | |
+|---|---|
+| target | {architecture}, {layers} layers, hidden size {width}, vocabulary {vocabulary} |
+| reads | the residual stream after 0-based decoder layers {aux} of the target |
+| drafts | {drafts} tokens a block of {block} slots, from the whole vocabulary; mask token {mask} |
+| size | {own_layers} layers ({types}), {heads} query and {kv_heads} key-value heads of {head_dim}, MLP {mlp} |
+| embeddings, head | the target's own, shared by the engine; not in this folder |
+| weights | {dtype}, `model.safetensors` |
+{validation}
+How many tokens it gets accepted is in the report of the run that made it.
+
+## Serving
+
+```python
+from vllm import LLM
+
+drafter = {{"method": "{method}", "model": THIS_FOLDER, "num_speculative_tokens": {drafts}}}
+llm = LLM(model=TARGET, speculative_config=drafter)
+```
+"""
+NAMES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
+
+
+def block_card(config: Mapping[str, Any], kind: str, target: TargetFacts, validation: Mapping[str, Any]) -> str:
+    """Markdown for `README.md` of a block drafter; arguments as for `model_card`."""
+    nested = config.get("dflash_config") or config
+    return _BLOCK_CARD.format(
+        kind=kind,
+        name=NAMES[kind],
+        method=KINDS[kind].method,
+        architecture=target.architecture,
+        layers=target.num_layers,
+        width=target.hidden_size,
+        vocabulary=target.vocab_size,
+        aux=", ".join(map(str, nested["target_layer_ids"])),
+        drafts=config["block_size"] - (kind != "dspark"),
+        block=config["block_size"],
+        mask=nested["mask_token_id"],
+        own_layers=config["num_hidden_layers"],
+        types=", ".join(sorted(set(config["layer_types"]))),
+        heads=config["num_attention_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config["head_dim"],
+        mlp=config["intermediate_size"],
+        dtype=config["torch_dtype"],
+        validation=_numbers(validation),
+    )
+
+
+def _numbers(validation: Mapping[str, Any]) -> str:
+    return "".join(
+        f"| validation, {name} | {value:.4g} |\n"
+        for name, value in validation.items()
+        if name != "coverage" and isinstance(value, (int, float))
     )

@@ -9,7 +9,7 @@ engines share the target's. Loading refuses whatever this project's EAGLE-3 woul
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter
 from torchspec_core.drafters.rope import RopeConfig
@@ -108,18 +108,19 @@ def eagle3_checkpoint(drafter_folder: Path, target_folder: Path, vocabulary_fold
         facts,
         where=str(drafter_folder),
     )
-    stored = read_json(target_folder / CONFIG)
-    dtype = str(stored.get("torch_dtype") or stored.get("dtype") or "float32")
-    tensors = _named_tensors(config, _read_tensors(drafter_folder / "drafter.safetensors"), drafter_folder)
-    out = {name: tensor.to(DTYPES.get(dtype, torch.float32)).contiguous() for name, tensor in tensors.items()}
+    dtype = stored_dtype(target_folder)
+    tensors = named_tensors(
+        lambda: Eagle3Drafter(config), read_tensors(drafter_folder / "drafter.safetensors"), drafter_folder
+    )
+    out = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     coverage: dict[str, Any] = {}
     if config.draft_vocab_size < config.vocab_size:
         d2t, t2d = _vocabulary(vocabulary_folder, config)
         out |= {"d2t": d2t, "t2d": t2d}
         counts = np.load(vocabulary_folder / "counts.npy")
         coverage["coverage"] = float(counts[t2d.numpy()].sum() / max(int(counts.sum()), 1))
-    vllm = vllm_config(config, facts, dtype if dtype in DTYPES else "float32")
-    return Checkpoint(vllm, out, model_card(vllm, facts, _validation(drafter_folder) | coverage))
+    vllm = vllm_config(config, facts, dtype)
+    return Checkpoint(vllm, out, model_card(vllm, facts, validation_numbers(drafter_folder) | coverage))
 
 
 def export_eagle3(drafter_folder: Path, target_folder: Path, vocabulary_folder: Path, out: Path) -> None:
@@ -160,11 +161,14 @@ def load_drafter(
     config = drafter_config(values, where=str(folder / CONFIG))
     if target is not None:
         check_target(values, target, where=str(folder))
-    raw = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in _read_tensors(folder / WEIGHTS).items()}
+    raw = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in read_tensors(folder / WEIGHTS).items()}
     maps = {name: raw.pop(name) for name in ("d2t", "t2d") if name in raw}
     drafter = Eagle3Drafter(config).to(DTYPES[dtype])
     drafter.load_state_dict(
-        {name: tensor.to(DTYPES[dtype]) for name, tensor in _named_tensors(config, raw, folder).items()}
+        {
+            name: tensor.to(DTYPES[dtype])
+            for name, tensor in named_tensors(lambda: Eagle3Drafter(config), raw, folder).items()
+        }
     )
     drafter.eval().requires_grad_(False)
     if config.draft_vocab_size == config.vocab_size:
@@ -250,12 +254,21 @@ def check_target(values: Mapping[str, Any], target: TargetFacts, where: str) -> 
             )
 
 
-def _validation(folder: Path) -> dict[str, Any]:
+def stored_dtype(target_folder: Path) -> str:
+    """The type that the target's weights are stored in, which its drafter is exported in; fp32 for an unusual one."""
+    stored = read_json(target_folder / CONFIG)
+    dtype = str(stored.get("torch_dtype") or stored.get("dtype") or "float32")
+    return dtype if dtype in DTYPES else "float32"
+
+
+def validation_numbers(folder: Path) -> dict[str, Any]:
+    """The training run's validation; empty where there is none."""
     path = folder / "validation.json"
     return read_json(path) if path.is_file() else {}
 
 
-def _read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; UserError where it is missing or broken."""
     if not path.is_file():
         raise UserError(f"{path} is missing: {path.parent} holds no trained drafter.")
     try:
@@ -264,10 +277,10 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise UserError(f"{path} is no whole safetensors file ({error}): export or train the drafter again.") from None
 
 
-def _named_tensors(config: Eagle3Config, tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+def named_tensors(make: Callable[[], nn.Module], tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
     """The tensors of this drafter in order; missing, extra and misshapen ones are errors that name them."""
     with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in Eagle3Drafter(config).state_dict().items()}
+        expected = {name: tensor.shape for name, tensor in make().state_dict().items()}
     missing, extra = sorted(set(expected) - set(tensors)), sorted(set(tensors) - set(expected))
     if missing or extra:
         parts = [f"missing {', '.join(missing)}"] * bool(missing) + [f"unknown {', '.join(extra)}"] * bool(extra)

@@ -1,8 +1,8 @@
 """Parameters in the compute type with fp32 masters, and one optimiser step over them.
 
 Clipping and the skip of a non-finite update ride along inside fused AdamW (`grad_scale`, `found_inf`), so they cost
-no pass over memory and no host synchronisation. Under `muon` the matrices of the layer and of `fc` use
-`torch.optim.Muon`; head and norms stay with AdamW. Library Muon has no on-device skip, so there the host looks at the
+no pass over memory and no host synchronisation. Under `muon` the matrices of the layers and of `fc` use
+`torch.optim.Muon`; heads, tables over the vocabulary and norms stay with AdamW. Library Muon has no on-device skip, so there the host looks at the
 norm once a step.
 """
 
@@ -14,6 +14,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+
+_HEADS = ("lm_head", "candidate_selector", "markov_head", "confidence_head")
 
 
 @dataclass
@@ -140,7 +143,7 @@ def make_optimizer(masters: Masters, settings: OptimizerSettings) -> Optimizer:
         return [m for m, chosen in zip(masters.master, condition, strict=True) if chosen]
 
     pairs = list(zip(masters.names, masters.master, strict=True))
-    orthogonal = [settings.kind == "muon" and m.ndim == 2 and not name.startswith("lm_head") for name, m in pairs]
+    orthogonal = [settings.kind == "muon" and m.ndim == 2 and not name.startswith(_HEADS) for name, m in pairs]
     matrices = [m.ndim == 2 and not o for (_, m), o in zip(pairs, orthogonal, strict=True)]
     vectors = [m.ndim != 2 for _, m in pairs]
     groups = [

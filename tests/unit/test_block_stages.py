@@ -1,0 +1,184 @@
+"""Block drafters through the stages' real bodies on a tiny target: states, training, export, evaluation; and overfit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.test_evaluation_stage import write_target
+from torchspec_core.capture import states
+from torchspec_core.config.schema import Recipe
+from torchspec_core.data import tokens
+from torchspec_core.decoding.blocks import BlockDrafts
+from torchspec_core.decoding.draft import Committed
+from torchspec_core.drafters.dflash import BlockConfig, BlockDrafter, ConvolutionConfig, SelectorConfig, init_blocks
+from torchspec_core.drafters.slots import Tables
+from torchspec_core.errors import UserError
+from torchspec_core.evaluation import acceptance
+from torchspec_core.export import checkpoint
+from torchspec_core.export.dflash import load_blocks
+from torchspec_core.objectives.blocks import block_index
+from torchspec_core.objectives.dflash import BlockTeacher, block_loss
+from torchspec_core.stages.job import local_job
+from torchspec_core.targets.engine import load_embedding, load_head
+from torchspec_core.targets.facts import read_facts
+from torchspec_core.training import stage
+
+KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
+K = 3
+
+
+def recipe(kind: str, size: int) -> dict[str, Any]:
+    values = Recipe().model_dump(mode="json")
+    values["data"] |= {"max_length": 64, "min_supervised": 2, "shard_rows": 8, "max_rejected": 1.0, "workers": 0}
+    values["capture"] |= {"layers": [1, 3, 5], "token_budget": 256}
+    values["drafter"] |= {
+        "kind": kind, "draft_vocab_size": size, "num_layers": 1, "block_size": K if kind == "dspark" else K + 1,
+        "mask_token_id": 256, "conv_group_size": 8, "selector_rank": 8, "selector_top_k": 4, "markov_rank": 8,
+    }  # fmt: skip
+    values["training"] |= {"tokens_per_step": 128, "epochs": 2.0, "log_steps": 2, "anchors": 6, "dtype": "float32"}
+    values["evaluation"] |= {
+        "prompts": 2, "sets": ["heldout"], "max_new_tokens": 8, "k": K, "sampled_dtype": "float32", "batch_size": 2,
+    }  # fmt: skip
+    values["serving"] |= {"vllm": False}
+    return values
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("run")
+    folders = {name: root / name for name in ("target", "prompts", "answers", "tokens", "vocabulary", "states")}
+    for name in ("prompts", "answers", "vocabulary"):
+        folders[name].mkdir()
+    size = write_target(folders["target"])
+    rows = [{"sample_id": f"heldout{i}", "turns": [f"say {i}"], "source": "x"} for i in range(2)]
+    (folders["prompts"] / "heldout.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = []
+    for i in range(12):
+        chat = [{"role": "user", "content": f"hello {i}"}, {"role": "assistant", "content": "abcde"}]
+        answers.append({
+            "sample_id": f"a{i:02d}", "messages": chat, "prompt_ids": [256, 10, 11 + i],
+            "answer_ids": [5 + i, 6, 7, 8, 9] * 4 + [size - 1], "finish": "stop", "source": "sharegpt",
+        })  # fmt: skip
+    (folders["answers"] / "answers-00000.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    values = recipe("dflash", size)
+    need = {name: folders[name] for name in ("target", "answers", "prompts")}
+    tokens.build(local_job(folders["tokens"], need, values, values))
+    need = {name: folders[name] for name in ("target", "tokens")}
+    states.build(local_job(folders["states"], need, values, values))
+    np.save(folders["vocabulary"] / "t2d.npy", np.ones(size, dtype=bool))
+    return folders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_walk_from_states_to_acceptance(kind: str, inputs: dict[str, Path], tmp_path: Path) -> None:
+    facts = read_facts(inputs["target"])
+    values = recipe(kind, facts.vocab_size)
+    folders = {**inputs, **{name: tmp_path / name for name in ("drafter", "export", "evaluation")}}
+
+    def run(body: Any, name: str, needs: tuple[str, ...]) -> None:
+        body.build(local_job(folders[name], {need: folders[need] for need in needs}, values, values))
+
+    run(stage, "drafter", ("target", "tokens", "vocabulary", "states"))
+    run(checkpoint, "export", ("target", "vocabulary", "drafter"))
+    run(acceptance, "evaluation", ("target", "prompts", "tokens", "export"))
+
+    steps = [json.loads(line) for line in (folders["drafter"] / "metrics.jsonl").open()]
+    extras = {"dflash": set(), "dflash2": {"selector_loss", "recall_4"}, "dspark": {"l1", "acceptance"}}[kind]
+    assert {"loss", "loss_0", "acc_2", *extras} <= steps[-1].keys() and "loss_3" not in steps[-1]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    validation = json.loads((folders["drafter"] / "validation.json").read_text())
+    slots = [validation[f"slot_{n}"] for n in range(K)]
+    assert validation["rows"] > 0 and validation["estimated_acceptance_length"] == pytest.approx(1 + sum(slots))
+
+    config = json.loads((folders["export"] / "config.json").read_text())
+    nested = config if kind == "dspark" else config["dflash_config"]
+    assert config["architectures"] == [KINDS[kind]] and config["model_type"] == "qwen3"
+    assert (nested["target_layer_ids"], nested["mask_token_id"], nested["block_size"]) == (
+        [1, 3, 5], 256, values["drafter"]["block_size"],
+    )  # fmt: skip
+    assert config["num_target_layers"] == facts.num_layers
+    written = load_file(folders["export"] / "model.safetensors")
+    width, size = facts.hidden_size, facts.vocab_size
+    shapes = {
+        "dflash": {},
+        "dflash2": {
+            "layers.0.attention_conv.base_kernel": [2, 2, width],
+            "layers.0.mlp_conv.kernel_projection.weight": [2 * 2 * width // 8, width],
+            "candidate_selector.predecessor_codebook": [size, 8],
+            "candidate_selector.successor_codebook": [size, 8],
+            "candidate_selector.hidden_projection.weight": [8, width],
+        },
+        "dspark": {
+            "markov_head.markov_w1.weight": [size, 8],
+            "markov_head.markov_w2.weight": [size, 8],
+            "confidence_head.proj.weight": [1, width + 8],
+            "confidence_head.proj.bias": [1],
+        },
+    }[kind]
+    shapes |= {"fc.weight": [width, 3 * width], "hidden_norm.weight": [width], "layers.0.self_attn.k_norm.weight": [16]}
+    assert {name: list(written[name].shape) for name in shapes} == shapes
+    assert not {name for name in written if "embed" in name or "lm_head" in name or "projection.weight" in name} - {
+        *shapes, "layers.0.attention_conv.kernel_projection.weight"
+    }  # fmt: skip
+
+    trained = BlockDrafter(BlockConfig.from_json(json.loads((folders["drafter"] / "drafter.json").read_text())))
+    trained.load_state_dict(load_file(folders["drafter"] / "drafter.safetensors"))
+    loaded = load_blocks(folders["export"], "float32", facts)
+    embedding = load_embedding(inputs["target"], torch.float32)
+    frozen = Tables(embedding, load_head(inputs["target"], torch.float32).head_weight)
+    states_, previous = torch.randn(4, width, generator=torch.Generator().manual_seed(0)), torch.arange(4)
+    for ours, theirs in zip(
+        trained.scores(states_, previous, frozen), loaded.scores(states_, previous, frozen), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4) if ours is not None else None
+
+    numbers = json.loads((folders["evaluation"] / "evaluation.json").read_text())
+    for mode in ("greedy", "t1"):
+        by_slot = [numbers[f"heldout.{mode}.slot_{slot}"] for slot in range(1, K + 1)]
+        assert numbers[f"heldout.{mode}.acceptance_length"] == pytest.approx(1 + sum(by_slot))
+
+    config["torchspec"]["target_num_hidden_layers"] = 9
+    (folders["export"] / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="layer count 9"):
+        load_blocks(folders["export"], "float32", facts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_periodic_text_is_drafted_without_a_miss(kind: str) -> None:
+    """Period 5, random states: after training, every draft from every anchor is the text's own token."""
+    torch.manual_seed(0)
+    width, vocabulary, length, period = 24, 16, 30, 5
+    parts: dict[str, Any] = {
+        "dflash2": {"convolution": ConvolutionConfig(2, 8), "selector": SelectorConfig(4, 4, "free")},
+        "dspark": {"markov_rank": 4},
+    }.get(kind, {})
+    config = BlockConfig(
+        kind=kind, hidden_size=width, num_heads=2, num_kv_heads=1, head_dim=12, intermediate_size=32,
+        vocab_size=vocabulary, aux_layers=(0,), block_size=K if kind == "dspark" else K + 1, mask_token_id=15, **parts,
+    )  # fmt: skip
+    tables = Tables(torch.randn(vocabulary, width), torch.randn(vocabulary, width))
+    ids = torch.tensor([3 + i % period for i in range(length + 1)])
+    aux, last = torch.randn(length, width), 4 * tables.head[ids[1:]]  # the target is sure of the next token
+    drafter = BlockDrafter(config)
+    init_blocks(drafter, 0)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.0)
+    made = block_index([length], np.ones(length, dtype=bool), [np.arange(1, length - K)], config.block_size, K, 4.0)
+    teacher = BlockTeacher(tables, torch.ones(width), 1e-5)
+    for _ in range(100):
+        optimizer.zero_grad()
+        block_loss(drafter, teacher, ids[:length], aux, last, made).loss.backward()
+        optimizer.step()
+    drafts = BlockDrafts(drafter, tables)
+    anchors = torch.arange(1, length - K)
+    drafts.start(len(anchors), length)
+    following = ids[1 : length - K].expand(len(anchors), -1)
+    committed = Committed(aux[: length - K - 1].expand(len(anchors), -1, -1), following, 0 * anchors, anchors)
+    expected = torch.stack([ids[anchors + 1 + n] for n in range(K)], dim=1)
+    assert torch.equal(drafts.propose(committed, K, 0.0, None).tokens, expected)
