@@ -1,4 +1,4 @@
-"""Block drafters through the stages' real bodies on a tiny target: states, training, export, evaluation; and overfit."""
+"""Block drafters through the stages' real bodies on a tiny target; and each kind overfits a periodic text."""
 
 from __future__ import annotations
 

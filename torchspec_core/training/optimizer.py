@@ -2,8 +2,8 @@
 
 Clipping and the skip of a non-finite update ride along inside fused AdamW (`grad_scale`, `found_inf`), so they cost
 no pass over memory and no host synchronisation. Under `muon` the matrices of the layers and of `fc` use
-`torch.optim.Muon`; heads, tables over the vocabulary and norms stay with AdamW. Library Muon has no on-device skip, so there the host looks at the
-norm once a step.
+`torch.optim.Muon`; heads, tables over the vocabulary and norms stay
+with AdamW. Library Muon has no on-device skip, so there the host looks at the norm once a step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-
 
 _HEADS = ("lm_head", "candidate_selector", "markov_head", "confidence_head")
 
