@@ -25,6 +25,7 @@ class Kind:
         architectures: `architectures[0]` of its exported config, the one that is written first.
         training: (training.method.Setup) -> training.method.Method.
         checkpoint: (drafter folder, target folder, vocabulary folder) -> export.checkpoint.Checkpoint.
+        blocks: drafts a block in one pass (mask token, block size), not a chain.
         drafts: (export folder, dtype, TargetFacts) -> evaluation.drafts.Opened.
     """
 
@@ -34,6 +35,7 @@ class Kind:
     training: str
     checkpoint: str
     drafts: str
+    blocks: bool = False
 
     def part(self, name: str) -> Any:
         """The function behind `training`, `checkpoint` or `drafts`."""
@@ -49,6 +51,7 @@ def _block_kind(name: str, method: str, architecture: str) -> Kind:
         "torchspec_core.training.dflash:block_method",
         "torchspec_core.export.dflash:block_checkpoint",
         "torchspec_core.evaluation.drafts:open_blocks",
+        blocks=True,
     )
 
 

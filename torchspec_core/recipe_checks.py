@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import UserError
+from torchspec_core.kinds import KINDS
 from torchspec_core.targets.facts import TargetFacts, aux_layers
 
 
@@ -67,6 +68,36 @@ def check_fields(recipe: Recipe) -> None:
         "serving.vllm=false",
     )
 
+    _check_block(recipe)
+
+
+def _check_block(recipe: Recipe) -> None:
+    """The shape of a block drafter; other kinds have none."""
+    drafter, k = recipe.drafter, recipe.evaluation.k
+    if not KINDS[drafter.kind].blocks:
+        return
+    _refuse(
+        drafter.mask_token_id is None,
+        f"drafter.kind {drafter.kind} needs drafter.mask_token_id: set it to a token of the target that texts never "
+        "use, such as a reserved one",
+    )
+    types = drafter.layer_types or ()
+    _refuse(
+        bool(types) and len(types) != drafter.num_layers,
+        f"drafter.layer_types names {len(types)} layers, but drafter.num_layers is {drafter.num_layers}: make them "
+        "agree",
+    )
+    _refuse(
+        "sliding_attention" in types and drafter.sliding_window is None,
+        "drafter.layer_types has sliding layers: set drafter.sliding_window to the tokens that they see",
+    )
+    drafted = drafter.block_size if drafter.kind == "dspark" else drafter.block_size - 1
+    _refuse(
+        k > drafted,
+        f"evaluation.k is {k}, but a {drafter.kind} with drafter.block_size={drafter.block_size} drafts {drafted} "
+        "tokens a step: lower the first or raise the second",
+    )
+
 
 def check_target(recipe: Recipe, facts: TargetFacts) -> None:
     """Rules between the recipe and its target's sizes; raises `UserError` for the first that is broken."""
@@ -96,6 +127,16 @@ def check_target(recipe: Recipe, facts: TargetFacts) -> None:
         drafter.draft_vocab_size > facts.vocab_size,
         f"drafter.draft_vocab_size is {drafter.draft_vocab_size}, but the target has {facts.vocab_size} tokens: lower "
         "it to that or less",
+    )
+    _refuse(
+        drafter.mask_token_id is not None and drafter.mask_token_id >= facts.vocab_size,
+        f"drafter.mask_token_id is {drafter.mask_token_id}, but the target's tokens end at {facts.vocab_size - 1}: "
+        "use one of them that texts never use",
+    )
+    _refuse(
+        drafter.kind == "dflash2" and facts.hidden_size % drafter.conv_group_size != 0,
+        f"drafter.conv_group_size is {drafter.conv_group_size}, which does not divide the target's width of "
+        f"{facts.hidden_size}: use one that does",
     )
     heads, kv_heads = drafter.num_heads or facts.num_heads, drafter.num_kv_heads or facts.num_kv_heads
     _refuse(

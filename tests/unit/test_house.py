@@ -174,7 +174,7 @@ def test_recipes_load() -> None:
     from torchspec_core.config.load import load_recipe
 
     recipes = sorted((ROOT / "configs").glob("*.yaml"))
-    assert {path.stem for path in recipes} >= {"quickstart", "smoke", "eagle3_1h"}
+    assert {path.stem for path in recipes} >= {"quickstart", "smoke", "eagle3_1h", "dflash", "dflash2", "dspark"}
     for path in recipes:
         recipe = load_recipe(path, []).recipe
         assert recipe.run.name != "run", f"{path} has no run.name"

@@ -53,6 +53,24 @@ def check(*overrides: str) -> None:
         (["drafter.draft_vocab_size=49153"], "the target has 49152 tokens"),
         (["drafter.num_heads=3"], r"num_heads \(3\) must be a multiple of drafter.num_kv_heads \(2\)"),
         (["drafter.head_dim=7"], "head_dim is 7"),
+        (["drafter.kind=dflash"], "dflash needs drafter.mask_token_id"),
+        (["drafter.kind=dflash", "drafter.mask_token_id=49152"], "mask_token_id is 49152.* end at 49151"),
+        (["drafter.kind=dspark", "drafter.mask_token_id=16", "evaluation.k=5"], "block_size=4 drafts 4"),
+        (["drafter.kind=dflash", "drafter.mask_token_id=16", "evaluation.k=4"], "block_size=4 drafts 3"),
+        (
+            ["drafter.kind=dflash", "drafter.mask_token_id=16", "drafter.layer_types=[full_attention]"],
+            "layer_types names 1 layers, but drafter.num_layers is 2",
+        ),
+        (
+            [
+                "drafter.kind=dflash",
+                "drafter.mask_token_id=16",
+                "drafter.num_layers=1",
+                "drafter.layer_types=[sliding_attention]",
+            ],
+            "set drafter.sliding_window",
+        ),
+        (["drafter.kind=dflash2", "drafter.mask_token_id=16", "drafter.conv_group_size=24"], "conv_group_size is 24"),
     ],
 )
 def test_what_cannot_work_is_refused_and_the_key_named(overrides: list[str], says: str) -> None:
@@ -64,6 +82,7 @@ def test_what_cannot_work_is_refused_and_the_key_named(overrides: list[str], say
 def test_the_limits_themselves_are_allowed() -> None:
     check("data.heldout=23", "training.tokens_per_step=160", "answers.max_new_tokens=1920", "capture.layers=[0, 6]")
     check("evaluation.max_new_tokens=1917", "drafter.draft_vocab_size=49152", "data.min_supervised=16")
+    check("drafter.kind=dspark", "drafter.mask_token_id=49151", "drafter.block_size=3")
 
 
 def test_every_recipe_of_the_repository_passes() -> None:
@@ -97,7 +116,7 @@ def test_a_data_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
     path.write_text('{broken\n{"text": 1}\n')
     with pytest.raises(UserError, match=r"none of the first 2 rows .* \(row 1: "):
         check_readable("jsonl", str(path))
-    path.write_text('{broken\n' + json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    path.write_text("{broken\n" + json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
     check_readable("jsonl", str(path))
 
 

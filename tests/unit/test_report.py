@@ -210,7 +210,7 @@ def test_the_recipe_in_the_report_is_the_recipe(report: Path) -> None:
 
 
 def test_serving_command_quotes_paths() -> None:
-    command = serve_command("/a b/target", "/x/export", 3, "bfloat16")
+    command = serve_command("/a b/target", "/x/export", 3, "bfloat16", "eagle3")
     assert "'/a b/target'" in command
     config = re.search(r"--speculative-config '(.*)'", command)
     assert config and json.loads(config[1]) == {"method": "eagle3", "model": "/x/export", "num_speculative_tokens": 3}

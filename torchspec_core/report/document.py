@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from torchspec_core.config.schema import Recipe
+from torchspec_core.kinds import DEFAULT, KINDS
 from torchspec_core.plots.acceptance import Bar, acceptance_bars, slot_lines
 from torchspec_core.plots.curves import depth_keys, training_curves
 from torchspec_core.plots.stages import stage_bars
@@ -134,7 +135,7 @@ def _summary(facts: RunFacts) -> list[Block]:
             "drafter",
             f"{facts.value('drafter', 'kind')}, {facts.value('drafter', 'attention')}, "
             f"hidden {drafter['hidden_size']}, "
-            f"{drafter['draft_vocab_size']:,} draft tokens",
+            f"{drafter.get('draft_vocab_size') or drafter['vocab_size']:,} draft tokens",
         ),
         ("data", data_line(facts)),
         ("K", f"{facts.value('evaluation', 'k')} draft tokens a step"),
@@ -291,12 +292,12 @@ def _samples(facts: RunFacts) -> list[Block]:
     return blocks
 
 
-def serve_command(target: str, drafter: str, k: int, dtype: str) -> str:
+def serve_command(target: str, drafter: str, k: int, dtype: str, method: str) -> str:
     """The shell command that serves `target` with `drafter` in vLLM.
 
     The module and not `vllm serve`: the script of the CPU build looks for a distribution called `vllm` and finds none.
     """
-    config = f'{{"method": "eagle3", "model": "{drafter}", "num_speculative_tokens": {k}}}'
+    config = f'{{"method": "{method}", "model": "{drafter}", "num_speculative_tokens": {k}}}'
     return (
         f"python -m vllm.entrypoints.openai.api_server --model {shlex.quote(target)} \\\n"
         f"  --dtype {dtype} --max-model-len 2048 --host 127.0.0.1 --port 8000 \\\n"
@@ -307,10 +308,11 @@ def serve_command(target: str, drafter: str, k: int, dtype: str) -> str:
 def _use(facts: RunFacts) -> list[Block]:
     target, drafter = str(facts.stage("target").path), str(facts.stage("export").path)
     k = int(facts.value("evaluation", "k"))
+    method = KINDS.get(str(facts.value("drafter", "kind")), KINDS[DEFAULT]).method
     return [
         Heading("Serve it"),
         Text("The export folder is all that an engine needs beside the target:"),
-        Code(serve_command(target, drafter, k, str(facts.value("target", "dtype")))),
+        Code(serve_command(target, drafter, k, str(facts.value("target", "dtype")), method)),
         Text(
             "On a CPU, put `VLLM_CPU_KVCACHE_SPACE=2` (GiB) and `OMP_WAIT_POLICY=PASSIVE` before it and add "
             "`--enforce-eager`. vLLM's log prints the mean acceptance length every ten seconds; the counters are at "
