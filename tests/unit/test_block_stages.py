@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.unit.test_evaluation_stage import write_target
+from tests.unit.test_training_loop import SETTINGS, SIZE, VOCABULARY, Samples, teacher
 from torchspec_core.capture import states
 from torchspec_core.config.schema import Recipe
 from torchspec_core.data import tokens
@@ -25,10 +27,15 @@ from torchspec_core.export import checkpoint
 from torchspec_core.export.dflash import load_blocks
 from torchspec_core.objectives.blocks import block_index
 from torchspec_core.objectives.dflash import BlockTeacher, block_loss
+from torchspec_core.objectives.result import LossResult
 from torchspec_core.stages.job import local_job
 from torchspec_core.targets.engine import load_embedding, load_head
 from torchspec_core.targets.facts import read_facts
 from torchspec_core.training import stage
+from torchspec_core.training.batch import PackedBatch
+from torchspec_core.training.dflash import block_builder
+from torchspec_core.training.loop import train
+from torchspec_core.training.plan import plan_steps
 
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 K = 3
@@ -182,3 +189,37 @@ def test_a_periodic_text_is_drafted_without_a_miss(kind: str) -> None:
     committed = Committed(aux[: length - K - 1].expand(len(anchors), -1, -1), following, 0 * anchors, anchors)
     expected = torch.stack([ids[anchors + 1 + n] for n in range(K)], dim=1)
     assert torch.equal(drafts.propose(committed, K, 0.0, None).tokens, expected)
+
+
+def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
+    """Anchors are drawn anew in each epoch, from the epoch's number: a resumed run draws what the first one would."""
+    config = BlockConfig(
+        kind="dspark", hidden_size=SIZE, num_heads=2, num_kv_heads=1, head_dim=8, intermediate_size=24,
+        vocab_size=VOCABULARY, aux_layers=(0, 1), block_size=K, mask_token_id=VOCABULARY - 1, markov_rank=4,
+    )  # fmt: skip
+    frozen = teacher()
+    target = BlockTeacher(Tables(frozen.embedding, frozen.head), frozen.norm, frozen.eps)
+
+    def objective(model: BlockDrafter, batch: PackedBatch) -> LossResult:
+        return block_loss(model, target, batch.ids, batch.aux, batch.last, batch.index)
+
+    def run(folder: Path, source: Samples) -> list[torch.Tensor]:
+        folder.mkdir(exist_ok=True)
+        drafter = BlockDrafter(config)
+        init_blocks(drafter, 0)
+        settings = replace(SETTINGS, checkpoint_seconds=1e-9)
+        plan = plan_steps(source.lengths, 0, 2, 96)
+        return train(
+            drafter, objective, block_builder(config, 4, 4.0, 0), source, plan, settings, folder, lambda _: None
+        )
+
+    whole = run(tmp_path / "whole", Samples())
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "cut", Samples(limit=31))
+    again = run(tmp_path / "cut", Samples())
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    epochs = [
+        block_builder(config, 4, 4.0, 0)([40], np.ones(40, dtype=bool), ["a"], epoch, 1).anchor.tolist()
+        for epoch in (0, 0, 1)
+    ]
+    assert epochs[0] == epochs[1] != epochs[2]

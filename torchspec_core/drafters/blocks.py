@@ -93,7 +93,8 @@ class DenseBlocks:
     def visible(self, rule: BlockRule) -> Tensor:
         """[M, B, N + M * B] boolean: context rows first, then the slots of the blocks in order."""
         layout = self.layout
-        blocks, offset = torch.arange(len(layout.anchor)), torch.arange(layout.size)
+        device = layout.anchor.device
+        blocks, offset = torch.arange(len(layout.anchor), device=device), torch.arange(layout.size, device=device)
         slots = layout.anchor.unsqueeze(1) + offset
         key_block = torch.cat((torch.full_like(layout.position, -1), blocks.repeat_interleave(layout.size)))
         key_position = torch.cat((layout.position, slots.flatten()))
@@ -135,9 +136,10 @@ class GatheredBlocks:
         """What a rule hides: context [documents, drafted, B, width], own block [B, B]."""
         if rule not in self._hidden:
             layout = self.layout
-            offset, zero = torch.arange(layout.size), torch.zeros((), dtype=torch.int64)
+            offset, rows = (torch.arange(n, device=layout.anchor.device) for n in (layout.size, layout.width))
+            zero = torch.zeros_like(offset[0])
             anchor = self._spread(layout.anchor, self.block_place, layout.drafted).unsqueeze(-1).unsqueeze(-1)
-            past = block_visible(rule, zero, anchor, offset.unsqueeze(1), zero - 1, torch.arange(layout.width))
+            past = block_visible(rule, zero, anchor, offset.unsqueeze(1), zero - 1, rows)
             own = block_visible(rule, zero, zero, offset.unsqueeze(1), zero, offset)
             self._hidden[rule] = ~past, ~own
         return self._hidden[rule]

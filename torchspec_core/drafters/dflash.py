@@ -183,12 +183,13 @@ class NormedAttention(GroupedQueryAttention):
 
     def cached_block(self, u: Tensor, anchor: Tensor, rule: BlockRule, cache: DraftCache) -> Tensor:
         """Attend from one block a row, [B, Q, H] at positions anchor[b] + slot, to the cached context and itself."""
-        offset, zero = torch.arange(u.shape[1], device=u.device), torch.zeros((), dtype=torch.int64)
+        offset, rows = (torch.arange(n, device=u.device) for n in (u.shape[1], cache.upto))
+        zero = torch.zeros_like(offset[0])
         positions = anchor.unsqueeze(1) + offset
         angles = self.angles(positions, u.dtype)
         q, (k, v) = self.project_queries(u, angles), self.project_keys(u, angles)
         at, slot = anchor.view(-1, 1, 1), offset.view(1, -1, 1)
-        past = block_visible(rule, zero, at, slot, zero - 1, torch.arange(cache.upto))
+        past = block_visible(rule, zero, at, slot, zero - 1, rows)
         own = block_visible(rule, zero, at, slot, zero, positions.unsqueeze(1))
         attended = functional.scaled_dot_product_attention(
             q.transpose(1, 2),

@@ -99,14 +99,16 @@ def block_loss(
         _share(index.weight, aux),
         _share(index.chain, aux),
     )
+    counted = index.weight
     if config.markov_rank is not None:
+        counted = index.chain
         states = rms_norm(last.index_select(0, index.previous), teacher.norm, teacher.eps)
         loss, measures, names = _dspark(drafter, teacher.tables, rows, states, weights, chunk)
     elif config.selector is not None:
         loss, measures, names = _dflash2(drafter, teacher.tables, rows, weights, chunk)
     else:
         loss, measures, names = _dflash(teacher.tables, rows, chunk)
-    return _result(loss, measures, names, index, config.predictions)
+    return _result(loss, measures, names, index, counted > 0, config.predictions)
 
 
 @dataclass(frozen=True)
@@ -220,9 +222,11 @@ def _dspark(
     return loss, measures, ("l1", "confidence_loss", "acceptance")
 
 
-def _result(loss: Tensor, measures: Tensor, names: tuple[str, ...], index: BlockIndex, predictions: int) -> LossResult:
-    """Sums by prediction; the extras are weighted means over the slots whose predecessors are all supervised."""
-    taught = (index.weight if not names or names[0] == "selector_loss" else index.chain) > 0
+def _result(
+    loss: Tensor, measures: Tensor, names: tuple[str, ...], index: BlockIndex, taught: Tensor, predictions: int
+) -> LossResult:
+    """Sums by prediction over the slots that the cross-entropy counts; extras are weighted means over the slots whose
+    predecessors are all supervised."""
     mine = measures * taught.unsqueeze(1)
     sums = measures.new_zeros(predictions, 2).index_add(0, index.place, mine[:, :2])
     count = measures.new_zeros(predictions).index_add(0, index.place, taught.to(measures.dtype))
