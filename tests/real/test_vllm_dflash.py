@@ -27,7 +27,7 @@ from torchspec_core.targets.facts import read_facts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(400)]
 
-STEPS = 150
+STEPS = 100
 
 
 @pytest.mark.parametrize("layer", [FULL, SLIDING])
@@ -39,7 +39,7 @@ def test_vllm_accepts_what_our_decoder_accepts(layer: str, tmp_path: Path) -> No
     facts = read_facts(folders["target"])
     layers = aux_layers(facts)
     target = load_target(folders["target"], "float32", layers)
-    asked = prompts(48, seed=1)
+    asked = prompts(SEEN, seed=1)
     keys = [str(i) for i in range(len(asked))]
     texts = [
         [*prompt, *row.tokens]
@@ -75,7 +75,7 @@ def test_vllm_accepts_what_our_decoder_accepts(layer: str, tmp_path: Path) -> No
         local_job(folders["export"], {name: folders[name] for name in ("target", "vocabulary", "drafter")}, {}, {})
     )
 
-    mixed = asked[:SEEN] + prompts(12, seed=2)
+    mixed = asked + prompts(12, seed=2)
     opened = open_export(folders["export"], "float32", facts)
     target = load_target(folders["target"], "float32", opened.layers)
     keys = [str(i) for i in range(len(mixed))]
