@@ -103,8 +103,24 @@ def _worth_showing(line: Log) -> bool:
     return own and line.level >= logging.WARNING and not line.message.startswith("Finished in state")
 
 
+def check_recipe(name: str, overrides: Sequence[str]) -> None:
+    """Refuse at once what a run of deployment `name` would refuse; raises `UserError`."""
+    import yaml
+
+    from torchspec_core.config.load import load_recipe
+    from torchspec_core.pipeline import check_run, open_store, plan
+
+    listed = yaml.safe_load((services.ROOT / "prefect.yaml").read_text())["deployments"]
+    for deployment in listed:
+        if deployment["name"] == name.rpartition("/")[2]:
+            recipe = load_recipe(services.ROOT / deployment["parameters"]["recipe"], overrides).recipe
+            store = open_store(recipe)
+            check_run(recipe, plan(recipe, store), store)
+
+
 def demo(name: str, overrides: list[str]) -> int:
     """Start what is missing, run deployment `name`, follow it."""
+    check_recipe(name, overrides)
     place = up()
     from infra import client
 
