@@ -9,7 +9,11 @@ from infra import local
 
 @pytest.mark.parametrize(
     ("override", "said"),
-    [("training.learning=1", "training.learning"), ("evaluation.k=0", "evaluation.k"), ("data.heldout=5000", "heldout")],
+    [
+        ("training.learning=1", "training.learning"),
+        ("evaluation.k=0", "evaluation.k"),
+        ("data.heldout=5000", "data.heldout"),
+    ],
 )
 def test_a_bad_recipe_ends_the_demo_with_2_and_starts_nothing(
     override: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
