@@ -20,14 +20,14 @@ END_OF_TURN = 2
 VOCAB_SIZE = 300
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0-2 are control tokens, then one id for each byte in the order of the byte-level alphabet."""
+def byte_tokenizer(special: tuple[str, ...] = SPECIAL) -> Tokenizer:
+    """First the control tokens (ids 0-2), then one id for each byte in the order of the byte-level alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate((*SPECIAL, *alphabet))}
+    vocabulary = {token: i for i, token in enumerate((*special, *alphabet))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
 
 

@@ -84,12 +84,20 @@ def _target_files(recipe: Recipe) -> Mapping[str, str]:
 
 
 def _source_files(sources: Sequence[tuple[str, str | None]], benchmarks: bool) -> Mapping[str, str]:
-    from torchspec_core.data.packages import BENCHMARK_FILES, SOURCE_FILES, ship
+    from torchspec_core.data.files import data_files
+    from torchspec_core.data.packages import BENCHMARK_FILES, SDIST, SDIST_FILES, SOURCE_FILES, sdist_file, ship
 
     files: dict[str, str] = {}
     for number, (name, path) in enumerate(sources):
+        if name == "hub" and path is not None:
+            continue  # nothing to read before it is fetched: its name and revision, in the parameters, stand for it
         if path is not None:
-            files[f"{number}:{Path(path).name}"] = digest_of_file(Path(path))
+            root = Path(path).expanduser()
+            for found in data_files(root):
+                inside = found.name if found == root else f"{root.name}/{found.relative_to(root).as_posix()}"
+                files[f"{number}:{inside}"] = digest_of_file(found)
+        elif name in SDIST_FILES:
+            files[f"{SDIST}/{SDIST_FILES[name]}"] = digest_of_file(sdist_file(name))
         elif name not in SOURCE_FILES:
             raise UserError(f"source {name!r} of the recipe reads a file: give its path")
         else:
@@ -147,7 +155,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "tokens",
-        1,
+        2,
         "torchspec_core.data.tokens:build",
         ("target", "prompts", "answers"),
         {
@@ -156,6 +164,8 @@ STAGES: tuple[Stage, ...] = (
                 "max_length",
                 "min_supervised",
                 "supervise",
+                "reasoning",
+                "special_text",
                 "max_rejected",
                 "shard_rows",
                 "workers",

@@ -69,7 +69,7 @@ def test_text_is_what_transformers_renders_and_ids_agree(smollm2: tuple[Path, Re
     usable = (c for c in read_conversations("sharegpt") if isinstance(c, Conversation))
     for conversation in itertools.islice(usable, 60):
         messages = conversation.messages
-        chat = [m._asdict() for m in messages]
+        chat = [{"role": m.role, "content": m.content} for m in messages]
         assert r.text(messages) == theirs.apply_chat_template(chat, tokenize=False)
         (sample,) = r.encode([r.pieces(messages)])
         assert r.decode(sample.input_ids) == r.text(messages)

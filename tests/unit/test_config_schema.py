@@ -32,6 +32,8 @@ SIDES = {
     "data.max_length": "identity",
     "data.min_supervised": "identity",
     "data.supervise": "identity",
+    "data.reasoning": "identity",
+    "data.special_text": "identity",
     "data.vocabulary_rows": "identity",
     "data.max_rejected": "runtime",
     "data.shard_rows": "identity",

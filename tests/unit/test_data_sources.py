@@ -11,7 +11,7 @@ from tests.tiny_chat import chat, write_jsonl
 from torchspec_core.data import jsonstream, packages
 from torchspec_core.data.jsonstream import Broken, Record, read_collection, read_lines, read_range
 from torchspec_core.data.overlap import OverlapIndex, fingerprint, words
-from torchspec_core.data.sources import Conversation, Rejected, read_conversations
+from torchspec_core.data.sources import Conversation, Message, Rejected, read_conversations
 from torchspec_core.errors import UserError
 
 VALUES = [{"a": "é中" * 5, "n": [1, {"x": None}]}, {"b": '"],}'}, 3.25, "text", [], {}]
@@ -66,7 +66,20 @@ BAD_ROWS: list[tuple[object, str]] = [
     ({"messages": [{"role": "assistant", "content": "x"}]}, "turn 1 is by the assistant, expected the user"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "human", "value": "b"}]},
      "turn 2 is by the user, expected the assistant"),
-    ({"messages": [{"role": "user", "content": ["part"]}]}, "turn 1 is not text"),
+    ({"messages": [{"role": "user", "content": 5}]}, "turn 1 is not text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+     "turn 1 holds a part of type 'image_url'; only text can be trained on"),
+    ({**chat("look", "yes"), "images": ["a.png"]}, "the row has `images`; only text can be trained on"),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "tool", "content": "r"}]},
+     "turn 2 is by the tool, expected the assistant"),
+    ({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+     "a tool call of turn 2 has no `name`"),
+    ({**chat("q", "a"), "tools": "{"}, "`tools` is not JSON"),
+    ({"instruction": "q", "output": ""}, "turn 2 is empty"),
+    ({"input_ids": [1, 2], "loss_mask": [1]}, "`input_ids` and `loss_mask` are not two lists of the same length"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 2]}, "`loss_mask` holds something other than 0 and 1"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 0]}, "`loss_mask` is empty: no token is supervised"),
+    ({"input_ids": [1, 2], "loss_mask": [0, 1]}, "the row holds token ids, not messages"),
     (chat("hi", " \n"), "turn 2 is empty"),
     (chat("a\0b", "x"), "turn 1 holds a NUL character"),
     ('{"messages": [{"role": "user", "content": "\\ud83d"}]}', "turn 1 holds bytes or surrogates that are not valid"),
@@ -86,7 +99,7 @@ def test_each_bad_row_has_its_reason_and_number(tmp_path: Path) -> None:
         assert item.reason.startswith(reason)
     first, last = (item for item in items if isinstance(item, Conversation))
     assert first.sample_id == last.sample_id
-    assert first.messages == (("user", "hello"), ("assistant", "there"))
+    assert first.messages == (Message("user", "hello"), Message("assistant", "there"))
 
 
 def test_bytes_that_are_not_utf8_reject_the_row_only(tmp_path: Path) -> None:
@@ -130,7 +143,8 @@ def test_chitchat_bursts_become_turns(tmp_path: Path, monkeypatch: pytest.Monkey
     _ship(monkeypatch, tmp_path / "d.json")
     kept, stub = read_conversations("chitchat")
     assert isinstance(kept, Conversation)
-    assert kept.messages == (("user", "Hello\nyou?"), ("assistant", "hi"), ("user", "well"), ("assistant", "bye"))
+    texts = [("user", "Hello\nyou?"), ("assistant", "hi"), ("user", "well"), ("assistant", "bye")]
+    assert kept.messages == tuple(Message(role, text) for role, text in texts)
     assert kept.src_id == "long"
     assert stub == Rejected("chitchat", 2, "the chat has fewer than 4 turns", "filtered")
 
@@ -142,7 +156,7 @@ def test_chatterbot_yaml_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(packages.SOURCE_FILES, "chatterbot", (packages.PackageFile("p", "english/ai.yml"),))
     kept, bad = read_conversations("chatterbot")
     assert isinstance(kept, Conversation)
-    assert kept.messages == (("user", "Are you a bot?"), ("assistant", "True"))
+    assert kept.messages == (Message("user", "Are you a bot?"), Message("assistant", "True"))
     assert kept.domain == "ai"
     assert isinstance(bad, Rejected)
 

@@ -125,7 +125,7 @@ def test_conversations_are_rendered_and_heldout_ones_left_out(tmp_path: Path, po
     job = make_job(tmp_path, twice, conversations=_conversations(tmp_path), max_length=200, supervise=policy)
     tokens.build(job)
     got = TokenSet(job.workspace.path)
-    assert len(got) == 29
+    assert len(got) == 28  # one answer, and 28 rows less the held-out one
     row = got.get(1)
     text = byte_tokenizer().decode(row.input_ids[row.loss_mask].tolist(), skip_special_tokens=False)
     assert text == ("answer 0<|im_end|>ok<|im_end|>" if policy == "all" else "ok<|im_end|>")
@@ -158,7 +158,7 @@ def test_golden_bytes_of_the_stages(tmp_path: Path) -> None:
     out = local_job(tmp_path / "vocabulary", {**job.inputs, "tokens": job.workspace.path}, params)
     vocabulary.build(out)
     content.append([np.load(path).tolist() for path in sorted(out.workspace.path.glob("*.npy"))])
-    assert hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest() == "946edec8a7a1e6e8"
+    assert hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest() == "3b2984cc8a7c2fd6"
 
 
 def test_sealed_shards_are_not_written_again(tmp_path: Path) -> None:

@@ -61,17 +61,23 @@ class TargetSection(Section):
 class PromptSource(Section):
     """One source of first user turns."""
 
-    name: Literal["sharegpt", "chitchat", "chatterbot", "jsonl"] = Identity()
+    name: Literal[
+        "sharegpt", "chitchat", "chatterbot", "alpaca_en", "alpaca_zh", "glaive_en", "glaive_zh", "tool_reasoning",
+        "jsonl", "file", "hub",
+    ] = Identity(description="A package, or your own: see docs/data.md.")  # fmt: skip
     rows: int = Identity(gt=0, description="Prompts to take at most, after all filters.")
-    path: str | None = Identity(None, description="The file, for `jsonl`.")
+    path: str | None = Identity(None, description="The file or folder, or `ORG/NAME[@REVISION]` for `hub`.")
 
 
 class ConversationSource(Section):
     """Whole conversations to train on as they are (not answered again by the target)."""
 
-    name: Literal["sharegpt", "chitchat", "jsonl"] = Identity()
-    rows: int = Identity(gt=0)
-    path: str | None = Identity(None, description="The file, for `jsonl`.")
+    name: Literal[
+        "sharegpt", "chitchat", "alpaca_en", "alpaca_zh", "glaive_en", "glaive_zh", "tool_reasoning",
+        "jsonl", "file", "hub",
+    ] = Identity(description="A package, or your own: see docs/data.md.")  # fmt: skip
+    rows: int = Identity(gt=0, description="Rows to read at most; those that cannot be used count too.")
+    path: str | None = Identity(None, description="The file or folder, or `ORG/NAME[@REVISION]` for `hub`.")
 
 
 class DataSection(Section):
@@ -85,7 +91,15 @@ class DataSection(Section):
     conversations: tuple[ConversationSource, ...] = Identity((), strict=False)
     max_length: int = Identity(512, gt=1, description="Tokens of one training sample.")
     min_supervised: int = Identity(8, gt=0, description="Samples with fewer supervised tokens are left out.")
-    supervise: Literal["all", "last"] = Identity("all", description="Which assistant turns are supervised.")
+    supervise: Literal["all", "last", "last-if-thinking"] = Identity(
+        "all", description="Which assistant turns; `last-if-thinking`: the last where a turn has reasoning, else all."
+    )
+    reasoning: Literal["keep", "drop"] = Identity(
+        "keep", description="Reasoning: rendered where the template would, or left out of every turn."
+    )
+    special_text: Literal["text", "token"] = Identity(
+        "text", description="What the text of a control token inside a message becomes."
+    )
     vocabulary_rows: int = Identity(
         4000, ge=0, description="Raw conversations counted, besides the training tokens, for the draft vocabulary."
     )

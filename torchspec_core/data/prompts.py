@@ -149,19 +149,21 @@ def take_train(
             else rules.refuse(prompt)
         )
         if reason:
-            yield Rejected(source.label, item.row, reason, "filtered")
+            yield Rejected(item.source, item.row, reason, "filtered")
             continue
         seen.add(mark)
         taken += 1
         yield item
 
 
-def check_rejected(rejected: int, rows: int, limit: float, where: str) -> None:
-    """Stop when the share of bad rows is above `data.max_rejected`."""
+def check_rejected(reasons: Mapping[str, int], rows: int, limit: float, where: str) -> None:
+    """Stop when the share of bad rows, counted by reason, is above `data.max_rejected`."""
+    rejected = sum(reasons.values())
     if rejected > limit * rows:
+        first, count = max(reasons.items(), key=lambda item: item[1])
         raise UserError(
-            f"{rejected} of {rows} rows of the data are bad, more than data.max_rejected={limit:g} allows: "
-            f"see {where}, mend the data or raise the limit"
+            f"{rejected} of {rows} rows of the data are bad, more than data.max_rejected={limit:g} allows; "
+            f"of {count} the reason is: {first}; see {where}, mend the data or raise the limit"
         )
 
 
@@ -207,7 +209,8 @@ def build(job: Job) -> None:
     bad = [r for r in left_out if r.kind == "rejected"]
     _write(job, "rejected.jsonl", (r.to_json() for r in left_out))
     where = str(job.workspace.path / "rejected.jsonl")
-    check_rejected(len(bad), len(train) + len(left_out), job.runtime["data"]["max_rejected"], where)
+    reasons = Counter(r.reason for r in bad)
+    check_rejected(reasons, len(train) + len(left_out), job.runtime["data"]["max_rejected"], where)
     if not train or len(heldout) < data["heldout"]:
         raise UserError(
             f"data.prompts gives {len(heldout)} held-out and {len(train)} training prompts, but "

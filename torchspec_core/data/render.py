@@ -6,12 +6,16 @@ turn).
 
 How: the whole conversation is rendered once. For each supervised assistant turn the messages before it are rendered
 with the generation prompt, which is exactly what a server would have put before the model; that text must be a prefix
-of the whole (a template for which it is not cannot be supervised at that turn: `UserError`). The turn's content
-follows it, then the end-of-turn token. The text is cut at these places and each piece is encoded by itself, as a
-server encodes the prompt by itself, so a token never straddles the border and the mask is the pieces' token counts.
+of the whole (a template for which it is not cannot be supervised at that turn: `BrokenPrefix`). What follows, up to the
+end-of-turn token, the model emitted: reasoning, content, tool calls. The text is cut at these places and each piece is
+encoded by itself, as a server encodes the prompt by itself, so a token never straddles the border and the mask is the
+pieces' token counts. Where a template puts other text before the content, or trims it, the place of the content is
+found by rendering once more with a mark in its stead.
 
-Special-token text inside a message ("<|im_end|>" typed by a user) is broken up before encoding, so that it stays
-text.
+A tokenizer that adds a space at the start of every text (Llama 2, Mistral) cannot encode pieces: there the whole text
+is encoded once and a token is supervised when it covers a character of a supervised piece.
+
+Control-token text inside a message ("<|im_end|>" typed by a user) is broken up before encoding, so that it stays text.
 """
 
 from __future__ import annotations
@@ -19,24 +23,33 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import TemplateError
 from tokenizers import Tokenizer
 
 from torchspec_core.data import runs
-from torchspec_core.data.sources import BadRow, Message
+from torchspec_core.data.messages import BadRow, Message
+from torchspec_core.data.template import ChatTemplate
 from torchspec_core.errors import UserError
 
-Policy = Literal["all", "last"]
-# A Unicode noncharacter: never in valid text, so it can mark where special-token text is to be broken up.
+Policy = Literal["all", "last", "last-if-thinking"]
+Tools = Sequence[Mapping[str, Any]]
+# Unicode noncharacters, never in valid text: where control-token text is to be broken up, and where content stands.
 _BREAK = "\ufdd0"
+_MARK = "\ufdd1"
+# An opened and closed block of reasoning with nothing in it, or the rest of one that the generation prompt opened.
+_EMPTY_BLOCK = re.compile(r"\s*(?:[<\[]\w+[>\]])?\s*[<\[]/\w+[>\]]\s*")
+_THINK_END = "</think>"
+_NO_REASONING = "the template leaves out its reasoning"
+_KEEP_OR_DROP = "set data.supervise=last-if-thinking if it keeps the last turn's, else data.reasoning=drop"
+
+
+class BrokenPrefix(UserError):
+    """The template cannot be supervised at a turn: what a server would have sent before it is not in the whole text."""
 
 
 @dataclass(frozen=True)
@@ -55,38 +68,37 @@ class Rendered:
     runs: list[int]
 
 
-class _Generation(Extension):
-    """Accepts the `{% generation %}` blocks that some templates carry; they do not change the text."""
-
-    tags = {"generation"}  # noqa: RUF012 - the attribute that jinja reads
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        """The block's body, as if the tags were not there."""
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+def _thought(message: Message) -> str:
+    """The reasoning of an assistant turn: its own field, or what its content has before the closing tag."""
+    if message.reasoning or _THINK_END not in message.content:
+        return message.reasoning.strip()
+    return message.content.split(_THINK_END)[0].split("<think>")[-1].strip()
 
 
-def _raise_exception(message: str) -> NoReturn:
-    raise TemplateError(message)
+def _without_thought(message: Message) -> Message:
+    content = message.content
+    if message.role == "assistant" and content.lstrip().startswith("<think>") and _THINK_END in content:
+        content = content.split(_THINK_END, 1)[1].lstrip("\n")
+    if not content.strip() and not message.tool_calls:
+        raise BadRow("a turn is empty without its reasoning")
+    return message._replace(content=content, reasoning="")
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def supervised_turns(messages: Sequence[Message], policy: Policy) -> list[int]:
+    """The assistant turns to supervise.
 
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    # The same dialect as `transformers` gives to templates, but without `strftime_now`: a rendered sample must not
-    # depend on the day it was made, and templates fall back to a fixed date.
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], keep_trailing_newline=False
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+    `last`: the last one, and those before it that only tool turns separate from it; `last-if-thinking`: `last` where a
+    turn has reasoning (templates drop it from earlier turns), else `all`.
+    """
+    answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
+    if policy == "last-if-thinking":
+        policy = "last" if any(_thought(messages[i]) for i in answers) else "all"
+    if policy == "all" or not answers:
+        return answers
+    first = len(answers) - 1
+    while first and all(m.role == "tool" for m in messages[answers[first - 1] + 1 : answers[first]]):
+        first -= 1
+    return answers[first:]
 
 
 class Renderer:
@@ -98,22 +110,14 @@ class Renderer:
         """`name` is how errors call the template; `variables` are the template's own (`bos_token`, ...)."""
         self.tokenizer = tokenizer
         self.name = name
-        self.template = _environment().from_string(template)
-        self.variables = variables
+        self.template = ChatTemplate(template, variables)
         self.end_tokens = tuple(filter(None, (tokenizer.id_to_token(i) for i in eos_ids)))
-        special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
-        longest_first = sorted(special, key=len, reverse=True)
-        self.special = re.compile("|".join(map(re.escape, longest_first))) if special else None
-        self._check_tokenizer()
-
-    def _check_tokenizer(self) -> None:
-        """Pieces can be encoded one by one only if the tokenizer adds nothing at the start of a text."""
-        ids = [*self._ids("a:"), *self._ids("b")]
-        if self.decode(ids) != "a:b":
-            raise UserError(
-                f"the tokenizer of {self.name} adds text at the start of every input, which the loss mask cannot "
-                "follow; use a target with a byte-level tokenizer"
-            )
+        added = tokenizer.get_added_tokens_decoder().values()
+        # An assistant may write tokens such as <think> itself; nobody else may write one that the template uses.
+        self.special = _any_of(t.content for t in added if t.special)
+        self.control = _any_of(t.content for t in added if t.special or t.content in template)
+        # Pieces can be encoded one by one only if the tokenizer adds nothing at the start of a text.
+        self.by_piece = self.decode([*self._ids("a:"), *self._ids("b")]) == "a:b"
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -122,79 +126,145 @@ class Renderer:
         """The text of token ids, control tokens shown."""
         return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def text(self, messages: Sequence[Message], generate: bool = False) -> str:
+    def text(self, messages: Sequence[Message], generate: bool = False, tools: Tools = ()) -> str:
         """The template's text of `messages`; `generate` adds the generation prompt. Raises `BadRow` if it refuses."""
-        try:
-            return self.template.render(
-                messages=[m._asdict() for m in messages], add_generation_prompt=generate, **self.variables
-            )
-        except TemplateError as error:
-            raise BadRow(f"the chat template refuses the conversation: {error}") from error
+        return self.template.render(messages, tools, generate)
 
-    def pieces(self, messages: Sequence[Message], policy: Policy = "all") -> list[Piece]:
+    def pieces(
+        self, messages: Sequence[Message], policy: Policy = "all", tools: Tools = (), keep_reasoning: bool = True,
+        control_text: bool = False,
+    ) -> list[Piece]:  # fmt: skip
         """The rendered text of a conversation cut into unsupervised and supervised pieces.
 
-        Raises `BadRow` when the template refuses the conversation, `UserError` when it breaks the prefix rule.
+        keep_reasoning: False leaves the reasoning out of every turn. control_text: True lets control-token text inside
+        a message become the token. Raises `BadRow` when the template refuses the conversation, `BrokenPrefix` when it
+        breaks the prefix rule.
         """
-        messages = [self._shielded(m) for m in messages]
-        answers = [i for i, m in enumerate(messages) if m.role == "assistant"]
-        full = self.text(messages)
+        if not keep_reasoning:
+            messages = [_without_thought(m) for m in messages]
+        if not control_text:
+            messages, tools = [self._shielded(m) for m in messages], self._shielded_tools(tools)
+        full = self.text(messages, tools=tools)
         pieces: list[Piece] = []
         at = 0
-        for index in answers[-1:] if policy == "last" else answers:
-            start, end = self._emitted(full, messages, index)
+        for index in supervised_turns(messages, policy):
+            start, end = self._emitted(full, messages, tools, index)
             pieces += [Piece(full[at:start], False), Piece(full[start:end], True)]
             at = end
         pieces.append(Piece(full[at:], False))
+        if not self.by_piece and _BREAK in full:
+            raise BadRow("a message holds control-token text, which this tokenizer cannot keep as text")
         return [piece for piece in pieces if piece.text]
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Token ids of `messages` and the generation prompt: what a server puts before the model's next turn."""
-        text = self.text([self._shielded(m) for m in messages], generate=True)
+        shielded = [self._shielded(m) for m in messages]
+        text = self.text(shielded, generate=True, tools=self._shielded_tools(tools))
         return self.encode([[Piece(text, False)]])[0].input_ids
 
-    def _shielded(self, message: Message) -> Message:
-        if _BREAK in message.content:
-            raise BadRow("a turn holds the noncharacter U+FDD0")
-        if self.special is None or not self.special.search(message.content):
-            return message
-        broken = self.special.sub(lambda m: m[0][:1] + _BREAK + m[0][1:], message.content)
-        return message._replace(content=broken)
+    def _broken(self, text: str, pattern: re.Pattern[str] | None) -> str:
+        if _BREAK in text or _MARK in text:
+            raise BadRow("a turn holds the noncharacter U+FDD0 or U+FDD1")
+        if pattern is None or not pattern.search(text):
+            return text
+        return pattern.sub(lambda m: m[0][:1] + _BREAK + m[0][1:], text)
 
-    def _emitted(self, full: str, messages: Sequence[Message], index: int) -> tuple[int, int]:
+    def _shielded(self, message: Message) -> Message:
+        pattern = self.special if message.role == "assistant" else self.control
+        content = self._broken(message.content, pattern)
+        if not message.reasoning and not message.tool_calls:
+            return message if content is message.content else message._replace(content=content)
+        calls = tuple((name, self._broken(arguments, pattern), i) for name, arguments, i in message.tool_calls)
+        reasoning = self._broken(message.reasoning, pattern)
+        return message._replace(content=content, reasoning=reasoning, tool_calls=calls)
+
+    def _shielded_tools(self, tools: Tools) -> Tools:
+        if not tools:
+            return tools
+        return tuple(json.loads(self._broken(json.dumps(list(tools), ensure_ascii=False), self.control)))
+
+    def _emitted(self, full: str, messages: Sequence[Message], tools: Tools, index: int) -> tuple[int, int]:
         """Where, in `full`, the text lies that the model emitted as message `index`."""
-        prompt = self.text(messages[:index], generate=True)
+        prompt = self.text(messages[:index], True, tools)
         if not full.startswith(prompt):
             self._refuse(index, "what a server sends before the turn is not how the whole conversation starts")
-        content = messages[index].content
-        start = len(prompt)
-        upto = len(full)
-        if not full.startswith(content, start):
-            content, start, upto = self._locate(full, messages, index, start)
-        end = start + len(content)
-        found = [(full.find(token, end, upto), len(token)) for token in self.end_tokens]
-        ends = [(place, length) for place, length in found if place >= 0 and not full[end:place].strip()]
-        return start, sum(min(ends)) if ends else end
+        message, start = messages[index], len(prompt)
+        if not message.reasoning and not message.tool_calls and full.startswith(message.content, start):
+            end = self._end_of_turn(full, start + len(message.content))
+            if end is not None:
+                return start, end
+        start, end = self._located(full, messages, tools, index, start)
+        if message.tool_calls:
+            end = self._end_of_calls(full, messages, tools, index, end)
+            if not all(name in full[start:end] for name, _, _ in message.tool_calls):
+                raise BadRow(f"the chat template leaves out the tool calls of turn {index + 1}")
+            if message.reasoning.strip() not in full[start:end]:
+                self._refuse(index, _NO_REASONING, _KEEP_OR_DROP)
+            return start, end
+        return start, self._end_of_turn(full, end) or end
 
-    def _locate(self, full: str, messages: Sequence[Message], index: int, start: int) -> tuple[str, int, int]:
-        """The content, its start and the end of the turn, where the template puts text before it or trims it."""
-        until = self.text(messages[: index + 1])
-        if not full.startswith(until):
-            self._refuse(index, "the turn is rendered differently once another one follows it")
-        for content in (messages[index].content, messages[index].content.strip()):
-            place = full.find(content, start, len(until))
-            if content and place >= 0:
-                return content, place, len(until)
-        self._refuse(index, "the turn's text is not found after the generation prompt")
+    def _end_of_turn(self, full: str, place: int) -> int | None:
+        """Where the end-of-turn token ends that follows `place`, if nothing but white space lies between."""
+        found = [(full.find(token, place), len(token)) for token in self.end_tokens]
+        ends = [(at, length) for at, length in found if at >= 0 and not full[place:at].strip()]
+        return sum(min(ends)) if ends else None
 
-    def _refuse(self, index: int, why: str) -> NoReturn:
-        raise UserError(
-            f"the chat template of {self.name} cannot be supervised at turn {index + 1}: {why}; "
-            "set data.supervise=last or use another template"
-        )
+    def _marked(self, messages: Sequence[Message], tools: Tools, index: int, content: str) -> str:
+        turn = messages[index]._replace(content=content)
+        return self.text([*messages[:index], turn, *messages[index + 1 :]], False, tools)
+
+    def _located(
+        self, full: str, messages: Sequence[Message], tools: Tools, index: int, start: int
+    ) -> tuple[int, int]:  # fmt: skip
+        """The start of what was emitted and the end of the content, where the template adds to it or trims it."""
+        message = messages[index]
+        head = message.content[: message.content.rfind(_THINK_END) + len(_THINK_END)] if (
+            not message.reasoning and _THINK_END in message.content
+        ) else ""  # fmt: skip
+        marked = self._marked(messages, tools, index, head + _MARK)
+        if _MARK not in marked[start:] and message.tool_calls and not message.content:
+            return start, start  # a call is all there is, and the template has no place for content beside it
+        opening = marked[start : max(start, marked.find(_MARK))]
+        at = start + len(opening)
+        content = message.content[len(head) :]
+        forms = (content, content.lstrip("\n"), content.lstrip(), content.rstrip(), content.strip())
+        shown = next((text for text in forms if full.startswith(text, at)), None)
+        if not full.startswith(opening, start) or shown is None or _MARK not in marked[start:]:
+            later = index + 1 < len(messages)
+            self._refuse(
+                index, "the turn is rendered differently once another one follows it" if later
+                else "the turn's text is not found after the generation prompt",
+            )  # fmt: skip
+        thought = _thought(message)
+        if thought and thought not in opening:
+            self._refuse(index, _NO_REASONING, _KEEP_OR_DROP)
+        empty = None if thought else _EMPTY_BLOCK.match(opening)
+        return start + (empty.end() if empty else 0), at + len(shown)
+
+    def _end_of_calls(self, full: str, messages: Sequence[Message], tools: Tools, index: int, place: int) -> int:
+        """Where a turn that calls tools ends: its end-of-turn token, before the next message's content."""
+        until = len(full)
+        if index + 1 < len(messages):
+            marked = self._marked(messages, tools, index + 1, _MARK)
+            until = marked.find(_MARK) if _MARK in marked else until
+        found = [(full.find(token, place, until), len(token)) for token in self.end_tokens]
+        ends = [(at, length) for at, length in found if at >= 0]
+        if ends:
+            return sum(min(ends))
+        alone = self.text(messages[: index + 1], False, tools)
+        if not full.startswith(alone):
+            self._refuse(index, "no end-of-turn token follows its tool calls")
+        return len(alone)
+
+    def _refuse(self, index: int, why: str, advice: str = "") -> NoReturn:
+        advice = advice or "set data.supervise=last or use another template"
+        where = f"the chat template of {self.name} cannot be supervised at turn {index + 1}"
+        raise BrokenPrefix(f"{where}: {why}; {advice}")
 
     def encode(self, batch: Sequence[Sequence[Piece]]) -> list[Rendered]:
         """Token ids and mask runs of each conversation of a batch (all pieces in one call to the fast tokenizer)."""
+        if not self.by_piece:
+            return self._encode_whole(batch)
         texts = [part for pieces in batch for piece in pieces for part in piece.text.split(_BREAK)]
         encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
         rendered = []
@@ -209,6 +279,24 @@ class Renderer:
             rendered.append(Rendered(ids, runs.merge(lengths)))
         return rendered
 
+    def _encode_whole(self, batch: Sequence[Sequence[Piece]]) -> list[Rendered]:
+        texts = ["".join(piece.text for piece in pieces) for pieces in batch]
+        rendered = []
+        for pieces, encoded in zip(batch, self.tokenizer.encode_batch(texts, add_special_tokens=False), strict=True):
+            emitted, at = [], 0
+            for piece in pieces:
+                if piece.supervised:
+                    emitted.append((at, at + len(piece.text)))
+                at += len(piece.text)
+            mask = ((1, any(start < b and end > a for a, b in emitted)) for start, end in encoded.offsets)
+            rendered.append(Rendered(encoded.ids, runs.merge(mask)))
+        return rendered
+
+
+def _any_of(texts: Iterable[str]) -> re.Pattern[str] | None:
+    longest_first = sorted(set(texts), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """The fast tokenizer of a target folder, without truncation or padding."""
@@ -219,6 +307,10 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -262,6 +354,6 @@ def load_renderer(folder: Path) -> Renderer:
     variables = {name: _token_text(config[name]) for name in names}
     template = _template_of(folder, config)
     try:
-        return Renderer(tokenizer, template, str(folder), eos_token_ids(folder, tokenizer), variables)
+        return Renderer(tokenizer, template, folder.name, eos_token_ids(folder, tokenizer), variables)
     except TemplateError as error:
         raise UserError(f"the chat template in {folder} is not valid: {error}") from error

@@ -1,13 +1,17 @@
 """One token shard: rows of a file in, one Arrow file out. This is what a worker runs.
 
-A worker is told where its rows are (a file and byte ranges), reads them itself, encodes them in one call to the fast
-tokenizer and writes its own shard through the workspace; neither input nor output crosses a pipe. What was left out
-and the counts travel inside the shard (schema metadata), so a resumed run knows them without having done the work.
+A worker is told where its rows are (a file, and byte or row ranges), reads them itself, encodes them in one call to the
+fast tokenizer and writes flat NumPy bytes (ids, offsets, mask runs) into its own shard through the workspace; neither
+input nor output crosses a pipe. What was left out and the counts travel inside the shard (schema metadata), so a
+resumed run knows them without having done the work.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,10 +21,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from torchspec_core.data import runs
-from torchspec_core.data.jsonstream import read_range
-from torchspec_core.data.render import Policy, Rendered, Renderer, load_renderer
-from torchspec_core.data.sources import FORMATS, BadRow, Kind, Message, Rejected, content_id
+from torchspec_core.data import files, runs
+from torchspec_core.data.files import Layout, Span
+from torchspec_core.data.jsonstream import Broken
+from torchspec_core.data.messages import BadRow, Message, Pretokenised, content_id
+from torchspec_core.data.overlap import OverlapIndex
+from torchspec_core.data.render import BrokenPrefix, Piece, Policy, Rendered, Renderer, load_renderer
+from torchspec_core.data.sources import FORMATS, Kind, Rejected
 from torchspec_core.data.tokenset import shard_name
 from torchspec_core.stages.workspace import Workspace
 
@@ -35,17 +42,18 @@ METADATA_KEY = b"torchspec"
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one file: byte range and 1-based number of each. `name`: the source (`answers` = rows with token ids)."""
+    """Rows of one file and where they are. `name`: the source (`answers` = rows of the answers stage)."""
 
     name: str
     label: str
     path: Path
-    spans: tuple[tuple[int, int, int], ...]
+    layout: Layout
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """Everything a worker needs to write one shard; a few kilobytes."""
+    """Everything a worker needs to write one shard; about a kilobyte. `prompts`: whose evaluation sets to keep out."""
 
     number: int
     parts: tuple[Rows, ...]
@@ -54,6 +62,9 @@ class ShardTask:
     max_length: int
     min_supervised: int
     policy: Policy
+    keep_reasoning: bool
+    control_text: bool
+    prompts: Path | None
     workspace: Workspace
 
     @property
@@ -112,10 +123,22 @@ class ShardCounts:
         self.supervised += other.supervised
 
 
+def evaluation_prompts(folder: Path) -> OverlapIndex:
+    """Every prompt that is evaluated on, from a prompts stage's folder."""
+    texts: list[str] = []
+    for name in ("heldout", "mtbench", "gsm8k"):
+        with (folder / f"{name}.jsonl").open("rb") as file:
+            texts += [turn for line in file for turn in json.loads(line)["turns"]]
+    return OverlapIndex(texts)
+
+
+_evaluated = functools.lru_cache(maxsize=2)(evaluation_prompts)
+
+
 def _ids(value: object, vocab_size: int, what: str) -> list[int]:
     if not isinstance(value, list) or not value:
         raise BadRow(f"`{what}` is empty or not a list")
-    if not all(type(i) is int and 0 <= i < vocab_size for i in value):
+    if not all(type(i) is int for i in value) or min(value) < 0 or max(value) >= vocab_size:
         raise BadRow(f"`{what}` holds something that is not a token id below {vocab_size}")
     return value
 
@@ -130,56 +153,97 @@ def parse_answer(value: object, vocab_size: int) -> Sample:
     return Sample(value["sample_id"], rendered, "onpolicy", str(value.get("source", ANSWERS)))
 
 
+def _from_tokens(value: Pretokenised, vocab_size: int, label: str) -> Sample:
+    ids = _ids(value.input_ids, vocab_size, "input_ids")
+    mask = runs.merge(zip([1] * len(ids), map(bool, value.loss_mask), strict=True))
+    digest = hashlib.blake2b(array("i", ids).tobytes() + bytes(value.loss_mask), digest_size=16)
+    return Sample(digest.hexdigest(), Rendered(ids, mask), value.domain or "pretokenised", label)
+
+
+def _bad_kind(name: str) -> Kind:
+    return "rejected" if name == ANSWERS else FORMATS[name].bad
+
+
 def _read(task: ShardTask, counts: ShardCounts) -> Iterator[tuple[Rows, int, Any]]:
     for part in task.parts:
-        with part.path.open("rb") as file:
-            for row, start, end in part.spans:
-                counts.rows_in += 1
-                try:
-                    yield part, row, read_range(file, start, end)
-                except (ValueError, RecursionError) as error:
-                    counts.left_out.append(Rejected(part.label, row, f"invalid JSON: {error}"))
+        for record in files.read_span(part.path, part.layout, part.spans):
+            counts.rows_in += 1
+            if isinstance(record, Broken):
+                counts.left_out.append(Rejected(part.label, record.row, record.reason, _bad_kind(part.name)))
+            else:
+                yield part, record.row, record.value
+
+
+def _pieces(task: ShardTask, renderer: Renderer, messages: tuple[Message, ...], tools: Any) -> list[Piece]:
+    return renderer.pieces(messages, task.policy, tools, task.keep_reasoning, task.control_text)
 
 
 def _samples(task: ShardTask, counts: ShardCounts) -> Iterator[tuple[Sample, int]]:
-    """Every readable row as token ids, in the order of the rows."""
-    pending: list[tuple[str, Rows, int, list[Any]]] = []
+    """Every readable row as token ids: rows that are ids already first, then the rendered ones, each in row order."""
+    pending: list[tuple[str, Rows, int, str, list[Piece]]] = []
     renderer: Renderer | None = None
     for part, row, value in _read(task, counts):
         try:
             if part.name == ANSWERS:
                 yield parse_answer(value, task.vocab_size), row
                 continue
-            form = FORMATS[part.name]
+            parsed = FORMATS[part.name].parse(value)
+            if isinstance(parsed, Pretokenised):
+                yield _from_tokens(parsed, task.vocab_size, part.label), row
+                continue
             renderer = renderer or load_renderer(task.target)
-            messages: tuple[Message, ...] = form.parse(value)
-            pending.append((content_id(messages), part, row, renderer.pieces(messages, task.policy)))
+            question = next(m.content for m in parsed.messages if m.role == "user")
+            if task.prompts is not None and (match := _evaluated(task.prompts).match(question)):
+                reason = f"{match} match of an evaluation prompt"
+                counts.left_out.append(Rejected(part.label, row, reason, "filtered"))
+                continue
+            pieces = _pieces(task, renderer, parsed.messages, parsed.tools)
+            sample_id = content_id(parsed.messages, parsed.tools)
+            pending.append((sample_id, part, row, parsed.domain or "offpolicy", pieces))
         except BadRow as error:
-            kind = "rejected" if part.name == ANSWERS else FORMATS[part.name].bad
-            counts.left_out.append(Rejected(part.label, row, str(error), kind))
+            counts.left_out.append(Rejected(part.label, row, str(error), _bad_kind(part.name)))
+        except BrokenPrefix as error:
+            counts.left_out.append(Rejected(part.label, row, str(error)))
     if renderer is not None:
-        for (sample_id, part, row, _), rendered in zip(pending, renderer.encode([p[3] for p in pending]), strict=True):
-            yield Sample(sample_id, rendered, "offpolicy", part.label), row
+        encoded = renderer.encode([p[4] for p in pending])
+        for (sample_id, part, row, domain, _), rendered in zip(pending, encoded, strict=True):
+            yield Sample(sample_id, rendered, domain, part.label), row
+
+
+def cut(whole: Rendered, max_length: int, min_supervised: int) -> Rendered:
+    """A sample that is too long, cut: after the last turn that fits as a whole, or on the right where no turn does (or
+    what it leaves has fewer than `min_supervised` supervised tokens).
+    """
+    if len(whole.input_ids) <= max_length:
+        return whole
+    ends = np.cumsum(whole.runs)[1::2]
+    fitting = ends[ends <= max_length]
+    length = int(fitting[-1]) if len(fitting) else max_length
+    if runs.supervised(runs.truncate(whole.runs, length)) < min_supervised:
+        length = max_length
+    return Rendered(whole.input_ids[:length], runs.truncate(whole.runs, length))
 
 
 def _fit(sample: Sample, task: ShardTask) -> tuple[Rendered, str | None]:
-    """The sample cut on the right to `max_length`, and why it is left out, if it is."""
+    """The sample cut to `max_length`, and why it is left out, if it is."""
     whole = sample.rendered
     if len(whole.input_ids) == runs.supervised(whole.runs):
         return whole, ALL_SUPERVISED
-    cut = Rendered(whole.input_ids[: task.max_length], runs.truncate(whole.runs, task.max_length))
+    fitted = cut(whole, task.max_length, task.min_supervised)
     if runs.supervised(whole.runs) < task.min_supervised:
-        return cut, f"fewer than {task.min_supervised} supervised tokens"
-    if runs.supervised(cut.runs) < task.min_supervised:
-        return cut, f"fewer than {task.min_supervised} supervised tokens in the first {task.max_length}"
-    return cut, None
+        return fitted, f"fewer than {task.min_supervised} supervised tokens"
+    if runs.supervised(fitted.runs) < task.min_supervised:
+        return fitted, f"fewer than {task.min_supervised} supervised tokens in the first {task.max_length}"
+    return fitted, None
 
 
 def _lists(rows: list[list[int]]) -> pa.ListArray:
     offsets = np.zeros(len(rows) + 1, dtype=np.int32)
     np.cumsum([len(row) for row in rows], out=offsets[1:])
-    flat = np.fromiter((i for row in rows for i in row), dtype=np.int32, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+    flat = array("i")
+    for row in rows:
+        flat.fromlist(row)
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(np.frombuffer(flat, dtype=np.int32)))
 
 
 def _batch(samples: list[Sample]) -> pa.RecordBatch:

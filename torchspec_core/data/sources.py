@@ -1,4 +1,4 @@
-"""Streaming readers of conversations: the packages of `packages.py` and a user's own JSON lines.
+"""Where conversations come from: packages by name, a user's own files or folder, a data set of the Hub.
 
 A reader yields, in file order, a `Conversation` for each row that can be used and a `Rejected` for each that cannot.
 Rows of a fixed package that are merely of another shape (a dialogue that starts in the middle) are `filtered`: known,
@@ -8,32 +8,37 @@ counted, harmless. Rows of a user's file that break the format are `rejected`: a
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from torchspec_core.data.jsonstream import Broken, Record, read_collection, read_lines
-from torchspec_core.data.packages import SOURCE_FILES, ship
+from torchspec_core.data import files
+from torchspec_core.data.files import Layout
+from torchspec_core.data.jsonstream import Broken
+from torchspec_core.data.messages import (
+    BadRow,
+    Chat,
+    Message,
+    Pretokenised,
+    check_turns,
+    content_id,
+    parse_chat,
+    parse_row,
+)
+from torchspec_core.data.packages import SDIST_FILES, SOURCE_FILES, sdist_file, ship
 from torchspec_core.errors import UserError
 
-MAX_TURN_CHARS = 1_000_000
-ROLES = {"system": "system", "user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+__all__ = ["BadRow", "Conversation", "Message", "Rejected", "SourceFile", "content_id", "read_conversations"]
+
 Kind = Literal["rejected", "filtered"]
-
-
-class Message(NamedTuple):
-    """One turn; `role` is system, user or assistant."""
-
-    role: str
-    content: str
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A usable conversation; [start, end) is its byte range in the source's file (0, 0 in the chatterbot corpus)."""
+    """A usable conversation."""
 
     sample_id: str
     messages: tuple[Message, ...]
@@ -41,8 +46,7 @@ class Conversation:
     domain: str
     row: int
     src_id: str = ""
-    start: int = 0
-    end: int = 0
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,77 +63,26 @@ class Rejected:
         return json.dumps(asdict(self), ensure_ascii=True)
 
 
-class BadRow(ValueError):
-    """A row that cannot be used; the message is the reason."""
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of a source: the name of the source (which says how a row is read), the label its rows carry."""
+
+    name: str
+    label: str
+    path: Path
+    layout: Layout
 
 
-def content_id(messages: Sequence[tuple[str, str]]) -> str:
-    """Blake2b-128 (hex) of the messages: the stable id of a sample."""
-    text = json.dumps([list(message) for message in messages], ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def check_text(text: object, what: str) -> str:
-    """`text` when it is text that a tokenizer can take; raises `BadRow` that names `what` otherwise."""
-    if not isinstance(text, str):
-        raise BadRow(f"{what} is not text")
-    if not text.strip():
-        raise BadRow(f"{what} is empty")
-    if len(text) > MAX_TURN_CHARS:
-        raise BadRow(f"{what} is longer than {MAX_TURN_CHARS} characters")
-    if "\0" in text:
-        raise BadRow(f"{what} holds a NUL character")
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise BadRow(f"{what} holds bytes or surrogates that are not valid Unicode") from None
-    return text
-
-
-def check_turns(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """`messages` when they are an optional system message, then user and assistant in turn; else raises `BadRow`."""
-    turns = messages[1:] if messages and messages[0].role == "system" else messages
-    if not turns:
-        raise BadRow("there are no messages")
-    for number, message in enumerate(turns, start=1):
-        wanted = "user" if number % 2 else "assistant"
-        if message.role != wanted:
-            raise BadRow(f"turn {number} is by the {message.role}, expected the {wanted}")
-    return tuple(Message(m.role, check_text(m.content, f"turn {n}")) for n, m in enumerate(messages, start=1))
-
-
-def parse_messages(value: object) -> tuple[Message, ...]:
-    """The messages of an OpenAI row (`messages`: role, content) or a ShareGPT row (`conversations`: from, value)."""
-    if not isinstance(value, Mapping):
-        raise BadRow("the row is not a JSON object")
-    for field, role_key, text_key in (("messages", "role", "content"), ("conversations", "from", "value")):
-        if field not in value:
-            continue
-        turns = value[field]
-        if not isinstance(turns, list):
-            raise BadRow(f"`{field}` is not a list")
-        messages = []
-        for number, turn in enumerate(turns, start=1):
-            if not isinstance(turn, Mapping) or role_key not in turn or text_key not in turn:
-                raise BadRow(f"turn {number} has no `{role_key}` and `{text_key}`")
-            role = turn[role_key]
-            if not isinstance(role, str) or role not in ROLES:
-                raise BadRow(f"turn {number} has the unknown role {str(role)[:40]!r}")
-            messages.append(Message(ROLES[role], turn[text_key]))
-        return check_turns(messages)
-    raise BadRow("the row has neither `messages` nor `conversations`")
-
-
-def _parse_sharegpt(value: object) -> tuple[Message, ...]:
-    messages = parse_messages(value)
-    if messages[0].role == "system":
+def _parse_sharegpt(value: object) -> Chat:
+    chat = parse_chat(value)
+    if chat.messages[0].role == "system":
         raise BadRow("the conversation starts with the system")
-    if len(messages) < 2:
+    if len(chat.messages) < 2:
         raise BadRow("the conversation has no answer")
-    return messages
+    return chat
 
 
-def _parse_chitchat(value: object) -> tuple[Message, ...]:
+def _parse_chitchat(value: object) -> Chat:
     """A chat between two people: bursts of messages, the speakers taking turns; the first one is the user."""
     bursts = value.get("messages") if isinstance(value, Mapping) else None
     if not isinstance(bursts, list):
@@ -138,46 +91,83 @@ def _parse_chitchat(value: object) -> tuple[Message, ...]:
         raise BadRow("the chat has fewer than 4 turns")
     roles = ("user", "assistant")
     texts = ["\n".join(str(line["text"]) for line in burst) for burst in bursts]
-    return check_turns([Message(roles[n % 2], text) for n, text in enumerate(texts)])
+    return Chat(check_turns([Message(roles[n % 2], text) for n, text in enumerate(texts)]))
 
 
 @dataclass(frozen=True)
 class _Format:
-    """How the rows of one source are read: layout, row parser, domain, and what a bad row counts as."""
+    """How the rows of one source are read: row parser, domain, and what a bad row counts as."""
 
-    read: Callable[[Path], Iterator[Record | Broken]]
-    parse: Callable[[object], tuple[Message, ...]]
+    parse: Callable[[object], Chat | Pretokenised]
     domain: str
     bad: Kind
 
 
 FORMATS: dict[str, _Format] = {
-    "sharegpt": _Format(read_collection, _parse_sharegpt, "chat", "filtered"),
-    "chitchat": _Format(read_collection, _parse_chitchat, "chitchat", "filtered"),
-    "jsonl": _Format(read_lines, parse_messages, "user", "rejected"),
+    "sharegpt": _Format(_parse_sharegpt, "chat", "filtered"),
+    "chitchat": _Format(_parse_chitchat, "chitchat", "filtered"),
+    "jsonl": _Format(parse_row, "user", "rejected"),
+    "file": _Format(parse_row, "user", "rejected"),
+    "hub": _Format(parse_row, "user", "rejected"),
+    **{name: _Format(parse_row, name.split("_")[0], "filtered") for name in SDIST_FILES},
 }
+NEEDS_PATH = ("jsonl", "file", "hub")
 
 
-def source_path(name: str, path: str | None = None) -> Path:
-    """The file that the source `name` reads: the package's, or the user's `path`."""
-    if path is None and name in FORMATS and name in SOURCE_FILES:
-        (file,) = SOURCE_FILES[name]
-        return ship(file.dist, file.path)
+def _hub_folder(name: str) -> Path:
+    """A snapshot of the data set `ORG/NAME[@REVISION]`; raises `UserError` when there is no network for it."""
+    repository, _, revision = name.partition("@")
+    patterns = [f"*{suffix}{packed}" for suffix in files.SUFFIXES for packed in ("", *files.COMPRESSED)]
+    try:
+        from huggingface_hub import snapshot_download
+
+        found = snapshot_download(
+            repository, repo_type="dataset", revision=revision or None, allow_patterns=patterns, etag_timeout=10
+        )
+    except Exception as error:  # the library raises its own, requests' and httpx' errors
+        offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+        raise UserError(
+            f"the data set {name} could not be fetched from the Hub{offline}: {str(error).splitlines()[0][:200]}; "
+            "check the name and the network, or download it and use the source `file` with its folder as `path`"
+        ) from error
+    return Path(found)
+
+
+def source_paths(name: str, path: str | None = None) -> list[Path]:
+    """The files that the source `name` reads: the package's, or those at the user's `path`. Raises `UserError`."""
+    if path is None and name in SDIST_FILES:
+        return [sdist_file(name)]
+    if path is None and name in SOURCE_FILES:
+        return [ship(file.dist, file.path) for file in SOURCE_FILES[name]]
     if path is None:
         raise UserError(f"the data source {name!r} needs a `path`: name the file in the recipe")
-    if not Path(path).is_file():
+    if name == "hub":
+        return files.data_files(_hub_folder(path))
+    if name != "file" and not Path(path).is_file():
         raise UserError(f"the data source {name!r} names {path}, which is not a file: correct the path in the recipe")
-    return Path(path)
+    return files.data_files(Path(path).expanduser()) if name == "file" else [Path(path)]
 
 
 def source_label(name: str, path: str | None = None) -> str:
     """The name that rows of a source carry."""
-    return name if path is None else f"{name}:{Path(path).name}"
+    return name if path is None else f"{name}:{path if name == 'hub' else Path(path).name}"
 
 
-def _id_of(record: Record) -> str:
-    value = record.value.get("id") if isinstance(record.value, Mapping) else None
-    return str(value) if isinstance(value, str | int) else record.key
+def source_files(name: str, path: str | None = None) -> list[SourceFile]:
+    """The files of a source in the order they are read; several of one folder are told apart by their labels."""
+    label = source_label(name, path)
+    found = source_paths(name, path)
+    root = Path(os.path.commonpath([p.parent for p in found]))
+    labels = [label] if len(found) == 1 else [f"{label}/{p.relative_to(root).as_posix()}" for p in found]
+    return [
+        SourceFile(name, where, file, "lines" if name == "jsonl" else files.layout_of(file))
+        for where, file in zip(labels, found, strict=True)
+    ]
+
+
+def _id_of(value: object, key: str) -> str:
+    found = value.get("id") if isinstance(value, Mapping) else None
+    return str(found) if isinstance(found, str | int) else key
 
 
 def read_conversations(name: str, path: str | None = None) -> Iterator[Conversation | Rejected]:
@@ -186,19 +176,22 @@ def read_conversations(name: str, path: str | None = None) -> Iterator[Conversat
         yield from _read_chatterbot()
         return
     form = FORMATS[name]
-    label = source_label(name, path)
-    for record in form.read(source_path(name, path)):
-        if isinstance(record, Broken):
-            yield Rejected(label, record.row, record.reason, form.bad)
-            continue
-        try:
-            messages = form.parse(record.value)
-        except BadRow as error:
-            yield Rejected(label, record.row, str(error), form.bad)
-            continue
-        yield Conversation(
-            content_id(messages), messages, label, form.domain, record.row, _id_of(record), record.start, record.end
-        )
+    for file in source_files(name, path):
+        for record in files.read_file(file.path, file.layout):
+            if isinstance(record, Broken):
+                yield Rejected(file.label, record.row, record.reason, form.bad)
+                continue
+            try:
+                chat = form.parse(record.value)
+                if isinstance(chat, Pretokenised):
+                    raise BadRow("the row holds token ids, not messages")
+            except BadRow as error:
+                yield Rejected(file.label, record.row, str(error), form.bad)
+                continue
+            sample_id = content_id(chat.messages, chat.tools)
+            domain = chat.domain or form.domain
+            src_id = _id_of(record.value, record.key)
+            yield Conversation(sample_id, chat.messages, file.label, domain, record.row, src_id, chat.tools)
 
 
 def _read_chatterbot() -> Iterator[Conversation | Rejected]:

@@ -1,9 +1,9 @@
 """The tokens stage: answers and conversations to Arrow shards of token ids and loss masks, in parallel on Dask.
 
-The parent plans: it cuts the rows of every input file, in order, into shards of `data.shard_rows` rows, as byte
-ranges. Which worker writes which shard, and when, changes nothing in the bytes. Sealed shards are skipped, so a
-killed run continues. At the end the parent reads the shards' small columns and writes the index; a sample that occurs
-twice is kept once. Conversations that repeat a held-out or benchmark prompt never enter the plan.
+The parent plans: it cuts the rows of every input file, in order, into shards of `data.shard_rows` rows, as byte or row
+ranges, without parsing them. Which worker writes which shard, and when, changes nothing in the bytes. Sealed shards
+are skipped, so a killed run continues. At the end the parent reads the shards' small columns and writes the index; a
+sample that occurs twice is kept once. Conversations that repeat a held-out or benchmark prompt are left out.
 """
 
 from __future__ import annotations
@@ -13,18 +13,23 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from torchspec_core.data import files
 from torchspec_core.data.cluster import run_shards
-from torchspec_core.data.overlap import OverlapIndex
-from torchspec_core.data.prompts import check_rejected, prompt_of
-from torchspec_core.data.render import target_vocab_size
+from torchspec_core.data.files import Layout, Span
+from torchspec_core.data.jsonstream import Broken
+from torchspec_core.data.prompts import check_rejected
+from torchspec_core.data.render import load_renderer, target_vocab_size
 from torchspec_core.data.shards import ANSWERS, Rows, ShardCounts, ShardTask, read_index, write_shard
-from torchspec_core.data.sources import Rejected, read_conversations, source_label, source_path
+from torchspec_core.data.sources import FORMATS, Kind, Rejected, source_files
 from torchspec_core.data.tokenset import INDEX_FILE, INDEX_SCHEMA, TokenRow, TokenSet
 from torchspec_core.errors import UserError
 
@@ -35,112 +40,137 @@ __all__ = ["TokenRow", "TokenSet", "build"]
 
 log = logging.getLogger("torchspec.data")
 
-Span = tuple[int, int, int]
 DUPLICATE = "duplicate sample"
 
 
-def _line_spans(path: Path) -> Iterator[Span]:
-    start = 0
-    with path.open("rb") as file:
-        for row, line in enumerate(file, start=1):
-            if line.strip():
-                yield row, start, start + len(line)
-            start += len(line)
+Unit = tuple[str, str, Path, Layout, Span]
+LENGTH_BINS = 24
 
 
-def _answer_rows(folder: Path) -> Iterator[tuple[str, str, Path, Span]]:
+def _answer_rows(folder: Path) -> Iterator[Unit]:
     for path in sorted(folder.glob("answers-*.jsonl")):
-        for span in _line_spans(path):
-            yield ANSWERS, path.name, path, span
+        for span in files.spans(path, "lines"):
+            if isinstance(span, Span):
+                yield ANSWERS, path.name, path, "lines", span
 
 
-def evaluation_prompts(folder: Path) -> OverlapIndex:
-    """Every prompt that is evaluated on, from a prompts stage's folder."""
-    texts: list[str] = []
-    for name in ("heldout", "mtbench", "gsm8k"):
-        with (folder / f"{name}.jsonl").open("rb") as file:
-            texts += [turn for line in file for turn in json.loads(line)["turns"]]
-    return OverlapIndex(texts)
+def _conversation_rows(source: dict[str, Any], broken: list[Rejected], unpacked: Path) -> Iterator[Unit]:
+    """The first `rows` rows of a source; what stops a file from being read on is added to `broken`."""
+    left = source["rows"]
+    for file in source_files(source["name"], source.get("path")):
+        plain = files.unpack(file.path, unpacked)
+        for span in itertools.islice(files.spans(plain, file.layout), left):
+            left -= 1
+            if isinstance(span, Broken):
+                broken.append(Rejected(file.label, span.row, span.reason, FORMATS[file.name].bad))
+            else:
+                yield file.name, file.label, plain, file.layout, span
 
 
-def _conversation_rows(
-    source: dict[str, Any], evaluated: OverlapIndex, left_out: list[Rejected]
-) -> Iterator[tuple[str, str, Path, Span]]:
-    """The first `rows` usable conversations of a source; what is passed over is added to `left_out`."""
-    path = source_path(source["name"], source.get("path"))
-    label = source_label(source["name"], source.get("path"))
-    taken = 0
-    rows = read_conversations(source["name"], source.get("path"))
-    while taken < source["rows"] and (item := next(rows, None)) is not None:
-        if isinstance(item, Rejected):
-            left_out.append(item)
-        elif match := evaluated.match(prompt_of(item)):
-            left_out.append(Rejected(label, item.row, f"{match} match of an evaluation prompt", "filtered"))
-        else:
-            taken += 1
-            yield source["name"], label, path, (item.row, item.start, item.end)
-
-
-def _grouped(rows: list[tuple[str, str, Path, Span]]) -> tuple[Rows, ...]:
-    groups = itertools.groupby(rows, key=lambda r: r[:3])
-    return tuple(Rows(name, label, path, tuple(r[3] for r in group)) for (name, label, path), group in groups)
+def _grouped(rows: list[Unit]) -> tuple[Rows, ...]:
+    groups = itertools.groupby(rows, key=lambda r: r[:4])
+    return tuple(
+        Rows(name, label, path, layout, files.joined([r[4] for r in group], layout))
+        for (name, label, path, layout), group in groups
+    )
 
 
 def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
-    """The shards to write, and the rows that were passed over while planning."""
+    """The shards to write, and what could not be read while planning."""
     data = job.params["data"]
-    left_out: list[Rejected] = []
-    rows: list[Iterator[tuple[str, str, Path, Span]]] = [_answer_rows(Path(job.inputs["answers"]))]
-    if data["conversations"]:
-        evaluated = evaluation_prompts(Path(job.inputs["prompts"]))
-        rows += [_conversation_rows(source, evaluated, left_out) for source in data["conversations"]]
+    broken: list[Rejected] = []
+    unpacked = job.workspace.scratch("unpacked")
+    rows: list[Iterator[Unit]] = [_answer_rows(Path(job.inputs["answers"]))]
+    rows += [_conversation_rows(source, broken, unpacked) for source in data["conversations"]]
     target = Path(job.inputs["target"])
     vocab_size = target_vocab_size(target)
+    if data["conversations"]:
+        load_renderer(target)  # a target without a template is found before any worker starts
     chained = itertools.chain.from_iterable(rows)
     tasks: list[ShardTask] = []
     while batch := list(itertools.islice(chained, data["shard_rows"])):
         tasks.append(ShardTask(
             number=len(tasks), parts=_grouped(batch), target=target, vocab_size=vocab_size,
             max_length=data["max_length"], min_supervised=data["min_supervised"], policy=data["supervise"],
-            workspace=job.workspace,
-        ))
+            keep_reasoning=data.get("reasoning", "keep") == "keep",
+            control_text=data.get("special_text", "text") == "token",
+            prompts=Path(job.inputs["prompts"]) if data["conversations"] else None, workspace=job.workspace,
+        ))  # fmt: skip
     if not tasks:
         raise UserError(
             f"{job.inputs['answers']} holds no answers and data.conversations gives no rows: nothing to train on"
         )
-    return tasks, left_out
+    return tasks, broken
 
 
-def _uncount(total: ShardCounts, sample: dict[str, Any], where: str) -> None:
+@dataclass
+class _Totals:
+    """Everything counted over all shards; what was left out is in `rejected.jsonl`, here only how often and why."""
+
+    counts: ShardCounts
+    reasons: dict[Kind, Counter[str]]
+
+
+def _uncount(total: ShardCounts, sample: dict[str, Any]) -> None:
     """Take a repeated sample out of the counts; it stays in its shard, but the index does not name it."""
     key = f"{sample['domain']}/{sample['source']}"
     total.rows -= 1
     total.samples[key] -= 1
     total.tokens[key] -= sample["length"]
     total.supervised[key] -= sample["supervised"]
-    total.left_out.append(Rejected(sample["source"], 0, f"{DUPLICATE}: {where}", "filtered"))
 
 
-def _index(job: Job, tasks: list[ShardTask], total: ShardCounts) -> pa.Table:
-    """The index over all shards, each sample once; adds every shard's counts to `total`, less the repeated samples."""
-    seen: set[str] = set()
-    parts = []
-    for task in tasks:
-        table, counts = read_index(job.workspace.path / task.file)
-        total.add(counts)
-        kept = []
-        for row, sample_id in enumerate(table["sample_id"].to_pylist()):
-            if sample_id in seen:
-                _uncount(total, table.slice(row, 1).to_pylist()[0], f"row {row} of {task.file}")
-            else:
-                seen.add(sample_id)
-                kept.append(row)
-        small = table.take(pa.array(kept, pa.int64()))
-        rows = pa.array(np.array(kept, dtype=np.int32))
-        shard = pa.array(np.full(len(kept), task.number, dtype=np.int32))
-        columns = [small["sample_id"], shard, rows, small["length"], small["supervised"]]
-        parts.append(pa.Table.from_arrays(columns, schema=INDEX_SCHEMA))
-    return pa.concat_tables(parts).combine_chunks()
+def _firsts(columns: list[pa.Array]) -> list[NDArray[np.bool_]]:
+    """For each column of ids, whether each value is the first of its kind over all columns in order."""
+    codes = pc.dictionary_encode(pa.chunked_array(columns, pa.string())).chunks
+    flat = np.concatenate([np.zeros(0, np.int32), *(chunk.indices.to_numpy() for chunk in codes)])
+    # Codes are given out in the order of first appearance, so a first one is larger than all before it.
+    before = np.maximum.accumulate(np.concatenate([[-1], flat]))[:-1]
+    return np.split(flat > before, np.cumsum([len(column) for column in columns])[:-1])
+
+
+def _index(job: Job, tasks: list[ShardTask], broken: list[Rejected]) -> tuple[pa.Table, _Totals]:
+    """The index over all shards, each sample once, and the counts; writes `rejected.jsonl`."""
+    total = _Totals(ShardCounts(rows_in=len(broken)), {"rejected": Counter(), "filtered": Counter()})
+    tables = []
+    with job.workspace.shard("rejected.jsonl") as path, path.open("w", encoding="utf-8") as out:
+
+        def leave_out(rejected: Rejected, reason: str = "") -> None:
+            total.reasons[rejected.kind][reason or rejected.reason] += 1
+            out.write(f"{rejected.to_json()}\n")
+
+        for item in broken:
+            leave_out(item)
+        for task in tasks:
+            table, counts = read_index(job.workspace.path / task.file)
+            for item in counts.left_out:
+                leave_out(item)
+            counts.left_out.clear()
+            total.counts.add(counts)
+            tables.append(table.combine_chunks())
+        parts = []
+        columns = [pa.concat_arrays(table["sample_id"].chunks or [pa.array([], pa.string())]) for table in tables]
+        for task, table, first in zip(tasks, tables, _firsts(columns), strict=True):
+            for row in np.flatnonzero(~first).tolist():
+                sample = table.slice(row, 1).to_pylist()[0]
+                _uncount(total.counts, sample)
+                where = f"{DUPLICATE}: row {row} of {task.file}"
+                leave_out(Rejected(sample["source"], 0, where, "filtered"), DUPLICATE)
+            kept = np.flatnonzero(first).astype(np.int32)
+            small = table.take(pa.array(kept))
+            shard = pa.array(np.full(len(kept), task.number, dtype=np.int32))
+            parts.append(pa.Table.from_arrays(
+                [small["sample_id"], shard, pa.array(kept), small["length"], small["supervised"]], schema=INDEX_SCHEMA
+            ))  # fmt: skip
+    return pa.concat_tables(parts).combine_chunks(), total
+
+
+def length_histogram(lengths: NDArray[np.int32], bins: int = LENGTH_BINS) -> dict[str, list[int]]:
+    """Samples by length in at most `bins` equal bins: `counts` [n], and `edges` [n + 1] of which the last is inside."""
+    top = int(lengths.max()) if len(lengths) else 1
+    step = max(1, -(-top // bins))
+    edges = list(range(0, top + step, step))
+    return {"edges": edges, "counts": np.histogram(lengths, edges)[0].tolist()}
 
 
 def _write_index(job: Job, index: pa.Table) -> None:
@@ -155,42 +185,37 @@ def _write_text(job: Job, name: str, text: str) -> None:
         path.write_text(text, "utf-8")
 
 
-def _reasons(left_out: list[Rejected], kind: str) -> dict[str, int]:
-    # Which row of which shard repeats a sample is in `rejected.jsonl`; here all repetitions count together.
-    reasons = (DUPLICATE if r.reason.startswith(DUPLICATE) else r.reason for r in left_out if r.kind == kind)
-    return dict(Counter(reasons).most_common())
-
-
 def build(job: Job) -> None:
     """The tokens stage: reads `answers`, `target` (`prompts` for whole conversations), writes shards and the index."""
     runtime = job.runtime["data"]
-    tasks, passed_over = plan(job)
+    tasks, broken = plan(job)
     job.workspace.expect(len(tasks) + 3)
     missing = [task for task in tasks if not job.workspace.done(task.file)]
     log.info("tokens: %d shards, %d already written", len(tasks), len(tasks) - len(missing))
     run_shards(write_shard, missing, runtime["workers"], runtime["scheduler"], job, len(tasks))
 
-    total = ShardCounts(rows_in=len(passed_over), left_out=list(passed_over))
-    index = _index(job, tasks, total)
-    _write_text(job, "rejected.jsonl", "".join(f"{r.to_json()}\n" for r in total.left_out))
-    rejected, filtered = _reasons(total.left_out, "rejected"), _reasons(total.left_out, "filtered")
+    index, totals = _index(job, tasks, broken)
+    total = totals.counts
+    rejected, filtered = (dict(totals.reasons[kind].most_common()) for kind in ("rejected", "filtered"))
     where = str(job.workspace.path / "rejected.jsonl")
-    check_rejected(sum(rejected.values()), total.rows_in, runtime["max_rejected"], where)
+    check_rejected(rejected, total.rows_in, runtime["max_rejected"], where)
     if not total.supervised.total():
         raise UserError(f"no sample has a supervised token to train on: the reason of each row is in {where}")
     sizes = {
         "rows_in": total.rows_in, "rows": total.rows, "tokens": total.tokens.total(),
         "supervised": total.supervised.total(), "truncated": total.truncated,
-    }
+    }  # fmt: skip
     counts = {
         **sizes, "rejected": rejected, "filtered": filtered,
         "by_source": {
             key: {"rows": total.samples[key], "tokens": total.tokens[key], "supervised": total.supervised[key]}
-            for key in sorted(total.samples)
+            for key in sorted(total.samples) if total.samples[key]
         },
-    }
+        "lengths": length_histogram(index["length"].to_numpy()),
+    }  # fmt: skip
     _write_text(job, "counts.json", json.dumps(counts, indent=1) + "\n")
     _write_index(job, index)
     job.workspace.record(
-        **sizes, rejected=sum(rejected.values()), filtered=sum(filtered.values()), shards=len(tasks),
-    )
+        **sizes, rejected=sum(rejected.values()), filtered=sum(filtered.values()),
+        duplicates=filtered.get(DUPLICATE, 0), shards=len(tasks),
+    )  # fmt: skip
