@@ -196,6 +196,18 @@ def _cache_verify(args: argparse.Namespace) -> int:
     return 1 if problems else 0
 
 
+def _data_inspect(args: argparse.Namespace) -> int:
+    from torchspec_core.data.inspect import samples, to_html, to_terminal
+
+    target = Path(args.target).expanduser() if args.target else None
+    shown = samples(Path(args.path).expanduser(), target, args.n, args.supervise, args.reasoning == "keep")
+    print(to_terminal(shown))
+    if args.html:
+        Path(args.html).write_text(to_html(shown), "utf-8")
+        print(f"written: {args.html}")
+    return 0
+
+
 def _recipe_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="a recipe file, such as configs/quickstart.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
@@ -246,6 +258,18 @@ def _parser() -> argparse.ArgumentParser:
     adopt.add_argument("folder")
     _recipe_arguments(adopt)
     add("verify", "read every sealed file and compare its digest", _cache_verify, store=True)
+
+    data = commands.add_parser("data", help="look at training data").add_subparsers(
+        dest="action", required=True, metavar="ACTION"
+    )
+    inspect = data.add_parser("inspect", help="conversations as tokens, the supervised ones coloured")
+    inspect.add_argument("path", help="a file or folder of conversations, or the folder of a finished tokens stage")
+    inspect.add_argument("--n", type=int, default=3, help="conversations to show (default 3)")
+    inspect.add_argument("--target", help="the target's folder: tokenizer and chat template")
+    inspect.add_argument("--html", metavar="FILE", help="write a page as well")
+    inspect.add_argument("--supervise", choices=("all", "last", "last-if-thinking"), default="all")
+    inspect.add_argument("--reasoning", choices=("keep", "drop"), default="keep")
+    inspect.set_defaults(handler=_data_inspect)
 
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.set_defaults(handler=_doctor)

@@ -120,3 +120,16 @@ def test_following_ends_when_the_worker_died_before_the_run_started(monkeypatch:
     monkeypatch.setattr(client, "GONE_SECONDS", 0.05)
     with pytest.raises(StageError, match="the worker ended before the run started; type the same command again"):
         list(client.follow(cast(Any, Server()), UUID(int=1), interval=0.01, served=lambda: False))
+
+
+def test_counts_of_a_tokens_stage_become_a_table() -> None:
+    from tasks.tokens import count_rows
+
+    counts = {
+        "rows_in": 9, "rows": 7, "tokens": 70, "supervised": 30, "truncated": 1, "rejected": {"turn 1 is empty": 1},
+        "filtered": {"duplicate sample": 1}, "by_source": {"chat/x": {"rows": 7, "tokens": 70, "supervised": 30}},
+    }  # fmt: skip
+    table = {row["what"]: (row["count"], row["tokens"], row["supervised"]) for row in count_rows(counts)}
+    assert table["rows in"] == (9, "", "")
+    assert table["rejected: turn 1 is empty"] == table["filtered: duplicate sample"] == (1, "", "")
+    assert table["chat/x"] == (7, 70, 30)
