@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.tiny_chat import write_jsonl, write_target
+from tests.tiny_chat import chat, write_jsonl, write_target
 from torchspec_core.stages.job import local_job
 
 pytestmark = pytest.mark.faults
@@ -31,8 +32,9 @@ def slowly(task):  # a shard takes long enough to be killed in its middle
 
 if __name__ == "__main__":
     root = Path(sys.argv[1])
-    inputs = {name: root / name for name in ("target", "answers")}
-    data = {"conversations": [], "max_length": 64, "min_supervised": 1, "supervise": "all", "shard_rows": 10}
+    inputs = {name: root / name for name in ("target", "answers", "prompts")}
+    chats = {"name": "file", "rows": 1000, "path": str(root / "chats")}
+    data = {"conversations": [chats], "max_length": 64, "min_supervised": 1, "supervise": "all", "shard_rows": 10}
     runtime = {"max_rejected": 0.0, "workers": 2, "scheduler": None}
     job = local_job(root / "out", inputs, {"data": data}, {"data": runtime})
     tokens.write_shard = slowly
@@ -70,8 +72,15 @@ def _alive(process: psutil.Process) -> bool:
 def root(tmp_path: Path) -> Path:
     rows: list[object] = [
         {"sample_id": f"s{i}", "prompt_ids": [5, 6, i % 200], "answer_ids": list(range(7, 12 + i % 20)), "source": "s"}
-        for i in range(10 * SHARDS)
+        for i in range(5 * SHARDS)
     ]
+    chats: list[object] = [chat(f"question {i}", f"answer {i}") for i in range(5 * SHARDS)]
+    write_jsonl(tmp_path / "chats" / "a.jsonl", chats[:50])
+    packed = write_jsonl(tmp_path / "chats" / "b.jsonl", chats[50:])
+    (tmp_path / "chats" / "b.jsonl.gz").write_bytes(gzip.compress(packed.read_bytes()))
+    packed.unlink()
+    for name in ("mtbench", "gsm8k", "heldout"):
+        write_jsonl(tmp_path / "prompts" / f"{name}.jsonl", [])
     write_jsonl(tmp_path / "answers" / "answers-00000.jsonl", rows)
     write_target(tmp_path / "target")
     (tmp_path / "stage.py").write_text(STAGE)
@@ -90,9 +99,11 @@ def _expected(root: Path) -> dict[str, bytes]:
     """What an undisturbed run in this process writes."""
     from torchspec_core.data import tokens
 
-    data = {"conversations": [], "max_length": 64, "min_supervised": 1, "supervise": "all", "shard_rows": 10}
+    chats = {"name": "file", "rows": 1000, "path": str(root / "chats")}
+    data = {"conversations": [chats], "max_length": 64, "min_supervised": 1, "supervise": "all", "shard_rows": 10}
     runtime = {"max_rejected": 0.0, "workers": 0, "scheduler": None}
-    job = local_job(root / "expected", {n: root / n for n in ("target", "answers")}, {"data": data}, {"data": runtime})
+    inputs = {name: root / name for name in ("target", "answers", "prompts")}
+    job = local_job(root / "expected", inputs, {"data": data}, {"data": runtime})
     tokens.build(job)
     return _bytes(job.workspace.path)
 

@@ -33,13 +33,17 @@ def normalised(text: str) -> str:
     return " ".join(words(text)) or text.strip()
 
 
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+
+
 def fingerprint(text: str) -> bytes:
     """16 bytes that are equal for texts that are equal after normalisation."""
-    return hashlib.blake2b(normalised(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return _digest(normalised(text))
 
 
 def _shingles(tokens: Sequence[str], size: int) -> set[tuple[str, ...]]:
-    return {tuple(tokens[i : i + size]) for i in range(len(tokens) - size + 1)}
+    return set(zip(*(tokens[i:] for i in range(size)), strict=False))
 
 
 class OverlapIndex:
@@ -61,10 +65,12 @@ class OverlapIndex:
 
     def match(self, text: str) -> str | None:
         """`exact`, `near`, or None."""
-        if fingerprint(text) in self.exact:
-            return "exact"
         tokens = words(text)
+        if _digest(" ".join(tokens) or text.strip()) in self.exact:
+            return "exact"
         shingles = _shingles(tokens, SHINGLE)
+        if self.items.keys().isdisjoint(shingles):  # which also rules a common run out: the usual case, and cheap
+            return None
         common = Counter(number for shingle in shingles for number in self.items.get(shingle, ()))
         for number, count in common.items():
             smaller = min(len(shingles), self.sizes[number])
