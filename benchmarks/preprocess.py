@@ -205,7 +205,7 @@ def run_floor(corpus: Path, target: Path) -> dict[str, float]:
 
 def run_datasets(corpus: Path, target: Path) -> dict[str, float]:
     """`datasets.map` in two processes and in batches."""
-    import datasets
+    import datasets  # type: ignore[import-not-found]
 
     datasets.disable_caching()
     _start(target)

@@ -163,7 +163,7 @@ def keys(recipe: Path, *overrides: str) -> dict[str, str]:
 
 def test_what_runs_again_when_something_changes(tmp_path: Path) -> None:
     folder = write_target(tmp_path / "target")
-    sizes = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes = {"num_hidden_layers": 12, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     llama = {"architectures": ["LlamaForCausalLM"], **sizes, "vocab_size": VOCAB_SIZE, "eos_token_id": 2}
     (folder / "config.json").write_text(json.dumps(llama))
     save_file({"x": np.zeros(4, np.float32)}, folder / "model.safetensors")
@@ -171,7 +171,8 @@ def test_what_runs_again_when_something_changes(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         f"run: {{store: {tmp_path / 'store'}}}\ntarget: {{source: {folder}}}\n"
-        f"data:\n  vocabulary_rows: 0\n  prompts: [{{name: jsonl, rows: 5, path: {data}}}]\n"
+        "drafter: {draft_vocab_size: 100}\n"
+        f"data:\n  vocabulary_rows: 0\n  prompts: [{{name: jsonl, rows: 500, path: {data}}}]\n"
         f"  conversations: [{{name: file, rows: 5, path: {data}}}]\n"
     )
     before = keys(recipe)

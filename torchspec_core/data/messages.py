@@ -22,6 +22,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 DROPPED_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
+TOKEN_IDS = "the row holds token ids, not messages"
+
+
 class BadRow(ValueError):
     """A row that cannot be used; the message is the reason."""
 
@@ -259,5 +262,5 @@ def parse_chat(value: object) -> Chat:
     """As `parse_row`, for a place that needs text. Raises `BadRow` for token ids."""
     parsed = parse_row(value)
     if isinstance(parsed, Pretokenised):
-        raise BadRow("the row holds token ids, not messages")
+        raise BadRow(TOKEN_IDS)
     return parsed

@@ -19,6 +19,7 @@ from torchspec_core.data import files
 from torchspec_core.data.files import Layout
 from torchspec_core.data.jsonstream import Broken
 from torchspec_core.data.messages import (
+    TOKEN_IDS,
     BadRow,
     Chat,
     Message,
@@ -184,7 +185,7 @@ def read_conversations(name: str, path: str | None = None) -> Iterator[Conversat
             try:
                 chat = form.parse(record.value)
                 if isinstance(chat, Pretokenised):
-                    raise BadRow("the row holds token ids, not messages")
+                    raise BadRow(TOKEN_IDS)
             except BadRow as error:
                 yield Rejected(file.label, record.row, str(error), form.bad)
                 continue
