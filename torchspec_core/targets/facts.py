@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchspec_core.drafters.rope_config import RopeConfig, hub_rope
 from torchspec_core.errors import UserError
 
 FACTS_FILE = "facts.json"
@@ -37,10 +38,14 @@ class TargetFacts:
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     tied: bool
+    rope: RopeConfig = field(default_factory=RopeConfig)
 
     def to_json(self) -> dict[str, Any]:
-        """JSON types only."""
-        return {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
+        """JSON types only; the rotary scaling is there if the target has one."""
+        values = {**asdict(self), "eos_token_ids": list(self.eos_token_ids)}
+        del values["rope"]
+        scaling = self.rope.hub_scaling()
+        return values if scaling is None else {**values, "rope_scaling": scaling}
 
     @property
     def final_layer(self) -> int:
@@ -64,7 +69,8 @@ def read_json(path: Path) -> dict[str, Any]:
 def facts_from_config(
     config: dict[str, Any], eos_token_ids: Iterable[int] = (), where: str = "config.json"
 ) -> TargetFacts:
-    """Facts of a Hub `config.json`. Raises `UserError` for an unsupported architecture or a missing size."""
+    """Facts of a Hub `config.json`. Raises `UserError` for an unsupported architecture or rope type, or a missing
+    size."""
     architectures = config.get("architectures") or ["(none)"]
     architecture = str(architectures[0])
     if architecture not in SUPPORTED_ARCHITECTURES:
@@ -77,7 +83,7 @@ def facts_from_config(
     if missing:
         raise UserError(f"{where}: the size {missing[0]} is missing: it is no complete {architecture} configuration.")
     heads = config["num_attention_heads"]
-    rope = config.get("rope_parameters") or {}
+    rope = hub_rope(config, where=where)
     eos = config.get("eos_token_id")
     ids = list(eos_token_ids) or ([] if eos is None else [eos] if isinstance(eos, int) else list(eos))
     if not ids:
@@ -94,10 +100,11 @@ def facts_from_config(
         intermediate_size=config["intermediate_size"],
         vocab_size=config["vocab_size"],
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=float(rope.get("rope_theta", config.get("rope_theta", 10000.0))),
+        rope_theta=rope.theta,
         max_position_embeddings=int(config.get("max_position_embeddings", 2048)),
         eos_token_ids=tuple(dict.fromkeys(int(i) for i in ids)),
         tied=bool(config.get("tie_word_embeddings", False)),
+        rope=rope,
     )
 
 
