@@ -61,7 +61,12 @@ KINDS: Mapping[str, Kind] = {
         Kind(
             "eagle3",
             "eagle3",
-            ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"),
+            (
+                "LlamaForCausalLMEagle3",
+                "Eagle3LlamaForCausalLM",
+                "Eagle3DeepseekV2ForCausalLM",
+                "Eagle3DeepseekV3ForCausalLM",
+            ),
             "torchspec_core.training.eagle3:eagle3_method",
             "torchspec_core.export.checkpoint:eagle3_checkpoint",
             "torchspec_core.evaluation.drafts:open_eagle3",

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchspec_core.config.schema import Recipe
+from torchspec_core.config.schema import DrafterSection, Recipe
+from torchspec_core.drafters.rope_config import check_mla_rope
 from torchspec_core.errors import UserError
 from torchspec_core.kinds import KINDS
 from torchspec_core.targets.facts import TargetFacts, aux_layers
@@ -22,7 +23,7 @@ def _refuse(wrong: bool, sentence: str) -> None:
 
 def check_fields(recipe: Recipe) -> None:
     """Rules between the recipe's own fields; raises `UserError` for the first that is broken."""
-    data, training = recipe.data, recipe.training
+    data, training, blocks = recipe.data, recipe.training, KINDS[recipe.drafter.kind].blocks
     rows = sum(source.rows for source in data.prompts)
     _refuse(
         data.heldout >= rows,
@@ -57,6 +58,18 @@ def check_fields(recipe: Recipe) -> None:
         f"training.warmup={training.warmup:g} and training.decay={training.decay:g} are more than all steps together: "
         "lower one of them",
     )
+    _refuse(
+        training.anchor_max_gap is not None
+        and (training.anchors is None or blocks or training.anchor_sampling != "strided"),
+        "training.anchor_max_gap is for strided anchors of an eagle3: set training.anchors and "
+        "training.anchor_sampling=strided, or leave it out",
+    )
+    _refuse(
+        blocks and training.anchor_sampling != "strided",
+        f"training.anchor_sampling is for drafter.kind eagle3; a {recipe.drafter.kind} draws its blocks uniformly "
+        "anyway: leave it out",
+    )
+    _check_forms(recipe.drafter)
     sets = recipe.evaluation.sets
     _refuse(
         len(set(sets)) < len(sets),
@@ -99,6 +112,32 @@ def _check_block(recipe: Recipe) -> None:
     )
 
 
+def _check_forms(drafter: DrafterSection) -> None:
+    """Rules between the drafter's attention, its sizes and its norms."""
+    forms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    named = [name for name in forms if getattr(drafter, name)] + ["attention=mla"] * (drafter.attention == "mla")
+    _refuse(
+        bool(named) and KINDS[drafter.kind].blocks,
+        f"drafter.{(named or [''])[0]} is for drafter.kind eagle3, not for {drafter.kind}: leave it out",
+    )
+    if drafter.attention != "mla":
+        return
+    for name, value in (("num_kv_heads", drafter.num_kv_heads), ("head_dim", drafter.head_dim)):
+        _refuse(
+            value is not None,
+            f"drafter.{name} has no meaning with drafter.attention=mla: leave it out; the widths are kv_lora_rank, "
+            "qk_nope_head_dim, qk_rope_head_dim and v_head_dim",
+        )
+    _refuse(
+        drafter.qk_rope_head_dim % 2 != 0,
+        f"drafter.qk_rope_head_dim is {drafter.qk_rope_head_dim}, but rotary positions need an even one: change it",
+    )
+    _refuse(
+        drafter.norm_before_fc,
+        "drafter.norm_before_fc is not known to engines with drafter.attention=mla: use drafter.fc_norm",
+    )
+
+
 def check_target(recipe: Recipe, facts: TargetFacts) -> None:
     """Rules between the recipe and its target's sizes; raises `UserError` for the first that is broken."""
     prompt, context = recipe.data.max_prompt_tokens, facts.max_position_embeddings
@@ -138,6 +177,9 @@ def check_target(recipe: Recipe, facts: TargetFacts) -> None:
         f"drafter.conv_group_size is {drafter.conv_group_size}, which does not divide the target's width of "
         f"{facts.hidden_size}: use one that does",
     )
+    if drafter.attention == "mla":
+        check_mla_rope(facts.rope)
+        return
     heads, kv_heads = drafter.num_heads or facts.num_heads, drafter.num_kv_heads or facts.num_kv_heads
     _refuse(
         heads % kv_heads != 0,

@@ -44,6 +44,10 @@ if __name__ == "__main__":
     recipe["drafter"] |= {"draft_vocab_size": 48}
     recipe["training"] |= {"optimizer": optimizer, "tokens_per_step": 128, "epochs": 2.5, "checkpoint_seconds": 0.05,
                            "log_steps": 2, "ema": 0.5}
+    if optimizer == "anchored":  # multi-latent attention that drafts from anchors
+        recipe["drafter"] |= {"attention": "mla", "kv_lora_rank": 16, "q_lora_rank": 12, "qk_nope_head_dim": 8,
+                              "qk_rope_head_dim": 4, "v_head_dim": 8, "fc_norm": True, "norm_output": True}
+        recipe["training"] |= {"optimizer": "muon", "anchors": 6}
     inputs = {name: root / name for name in ("target", "tokens", "vocabulary", "states")}
     stage.build(local_job(out, inputs, recipe, recipe))
 """
@@ -126,7 +130,7 @@ def _kill_after(process: subprocess.Popen[bytes], out: Path, lines: int) -> None
     process.wait()
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "anchored"])
 def test_two_kills_leave_no_trace_in_the_weights(inputs: Path, tmp_path: Path, optimizer: str) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert _start(inputs, whole, optimizer, 0.0).wait(timeout=100) == 0, (tmp_path / "whole.log").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchspec_core.data import tokens
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation import acceptance as stage
 from torchspec_core.export.checkpoint import export_eagle3
@@ -55,6 +57,23 @@ def write_target(folder: Path) -> int:
     return size
 
 
+def write_export(folders: dict[str, Path], out: Path, size: int, **changes: Any) -> None:
+    """A random drafter, exported."""
+    sizes: dict[str, Any] = dict(
+        hidden_size=32, target_hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
+        vocab_size=size, draft_vocab_size=64, aux_layers=(1, 3, 4), max_position_embeddings=128,
+    )  # fmt: skip
+    config = Eagle3Config(**{**sizes, **changes})
+    drafter = Eagle3Drafter(config)
+    init_weights(drafter, 0)
+    save_file(drafter.state_dict(), folders["drafter"] / "drafter.safetensors")
+    (folders["drafter"] / "drafter.json").write_text(json.dumps(config.to_json()))
+    kept = np.arange(64) * 3
+    for name, array in {"d2t": kept - np.arange(64), "t2d": np.isin(np.arange(size), kept), "counts": kept}.items():
+        np.save(folders["vocabulary"] / f"{name}.npy", np.ones(size, np.int64) if name == "counts" else array)
+    export_eagle3(folders["drafter"], folders["target"], folders["vocabulary"], out)
+
+
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("run")
@@ -77,18 +96,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders["tokens"], {name: folders[name] for name in ("target", "answers", "prompts")},
         {"data": data, "run": {"seed": 0}}, {"data": {"max_rejected": 1.0, "workers": 0, "scheduler": None}},
     ))  # fmt: skip
-    config = Eagle3Config(
-        hidden_size=32, target_hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48,
-        vocab_size=size, draft_vocab_size=64, aux_layers=(1, 3, 4), max_position_embeddings=128,
-    )  # fmt: skip
-    drafter = Eagle3Drafter(config)
-    init_weights(drafter, 0)
-    save_file(drafter.state_dict(), folders["drafter"] / "drafter.safetensors")
-    (folders["drafter"] / "drafter.json").write_text(json.dumps(config.to_json()))
-    kept = np.arange(64) * 3
-    for name, array in {"d2t": kept - np.arange(64), "t2d": np.isin(np.arange(size), kept), "counts": kept}.items():
-        np.save(folders["vocabulary"] / f"{name}.npy", np.ones(size, np.int64) if name == "counts" else array)
-    export_eagle3(folders["drafter"], folders["target"], folders["vocabulary"], folders["export"])
+    write_export(folders, folders["export"], size)
     return {name: folders[name] for name in ("target", "prompts", "tokens", "export")}
 
 
@@ -170,3 +178,20 @@ def test_another_targets_drafter_is_refused(inputs: dict[str, Path], tmp_path: P
     (changed / "config.json").write_text(json.dumps(values))
     with pytest.raises(UserError, match="layer count 9"):
         stage.build(job(tmp_path / "out", {**inputs, "export": changed}))
+
+
+def test_a_multi_latent_drafter_is_measured_by_the_decoder_and_not_served(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    folders = {**inputs, "drafter": tmp_path / "drafter", "vocabulary": tmp_path / "vocabulary"}
+    for name in ("drafter", "vocabulary"):
+        folders[name].mkdir()
+    size = json.loads((inputs["target"] / "config.json").read_text())["vocab_size"]
+    write_export(folders, tmp_path / "export", size, mla=MLAConfig(None, 12, 8, 8, 6), num_kv_heads=2, norm_output=True)
+    work = job(tmp_path / "out", {**inputs, "export": tmp_path / "export"}, sets=["heldout"])
+    work = replace(work, params={**work.params, "serving": {**SETTINGS["serving"], "vllm": True}})
+    stage.build(work)
+    numbers, _ = results(tmp_path / "out")
+    assert "multi-latent" in numbers["meta.vllm.skipped"]
+    assert numbers["heldout.greedy.drafts"] > 0
+    assert not any("vllm_" in name for name in numbers)

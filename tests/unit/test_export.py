@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.errors import UserError
 from torchspec_core.export.checkpoint import build, export_eagle3, load_drafter
 from torchspec_core.stages.job import local_job
 from torchspec_core.targets.facts import read_facts
 
+YARN = RopeConfig(5000.0, "yarn", factor=32.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
 V, V_D, WIDTH, LAYERS = 40, 12, 16, 9
 KEPT = [0, 3, 4, 7, 11, 12, 20, 21, 22, 30, 38, 39]
 TARGET = {
@@ -95,6 +97,52 @@ def test_round_trip_gives_the_same_drafter(exported: Path) -> None:
     assert (d2t + torch.arange(V_D)).tolist() == KEPT
     assert t2d.nonzero().squeeze(1).tolist() == KEPT
     assert not any(p.requires_grad for p in drafter.parameters())
+
+
+FORMS: list[dict[str, Any]] = [
+    {"norm_before_fc": True, "norm_before_residual": True},
+    {"fc_norm": True, "norm_output": True},
+    {"rope": RopeConfig(5000.0, "linear", factor=2.0)},
+    {"mla": MLAConfig(6, 8, 4, 4, 3), "num_kv_heads": 4, "head_dim": 8, "fc_norm": True},
+    {"mla": MLAConfig(None, 8, 4, 4, 3), "num_kv_heads": 4, "head_dim": 8, "rope": YARN},
+]
+
+
+@pytest.mark.parametrize("changes", FORMS, ids=lambda form: "-".join(form))
+def test_every_form_comes_back_from_its_checkpoint(tmp_path: Path, changes: dict[str, Any]) -> None:
+    config = drafter_config(**changes)
+    folders = stages(tmp_path, config)
+    export_eagle3(*folders, tmp_path / "out")
+    drafter, _, _ = load_drafter(tmp_path / "out", "float32", read_facts(folders[1]))
+    assert drafter.config == config
+    trained = load_file(folders[0] / "drafter.safetensors")
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in drafter.state_dict().items())
+
+
+def test_multi_latent_names_and_keys_are_the_engines(tmp_path: Path) -> None:
+    config = drafter_config(mla=MLAConfig(6, 8, 4, 2, 3), num_kv_heads=4, head_dim=6, rope=YARN)
+    export_eagle3(*stages(tmp_path, config), tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (values["architectures"], values["model_type"]) == (["Eagle3DeepseekV2ForCausalLM"], "kimi_k2")
+    sizes = {"q_lora_rank": 6, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3}
+    assert {name: values[name] for name in sizes} == sizes
+    assert values["rope_scaling"] == {
+        "rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 64, "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    }  # fmt: skip
+    assert values["rope_parameters"] == {**values["rope_scaling"], "rope_theta": 5000.0}
+    shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "out" / "model.safetensors").items()}
+    prefix = "midlayer.self_attn."
+    assert {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)} == {
+        "q_a_proj.weight": (6, 32),
+        "q_a_layernorm.weight": (6,),
+        "q_b_proj.weight": (24, 6),
+        "kv_a_proj_with_mqa.weight": (10, 32),
+        "kv_a_layernorm.weight": (8,),
+        "kv_b_proj.weight": (28, 8),
+        "o_proj.weight": (16, 12),
+    }
+    assert "multi-latent attention of 4 heads" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_canonical_layer_is_vllms_next_one_in_every_place_that_is_read(exported: Path) -> None:
@@ -201,7 +249,7 @@ def test_missing_extra_and_misshapen_tensors_are_named(exported: Path) -> None:
     ("change", "words"),
     [
         ({"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is no EAGLE-3"),
-        ({"norm_output": True}, "norm_output"),
+        ({"attention_bias": True}, "attention_bias"),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 5]}}, "contradict"),
         ({"num_aux_hidden_states": 2}, "contradict"),
         ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": {}}, "is missing"),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.eagle3 import Teacher, embed_rows
 from torchspec_core.training.batch import Sample, pack
 from torchspec_core.training.eagle3 import eagle3_objective, ttt_builder
@@ -60,7 +61,11 @@ class Samples:
             ids = random.integers(0, VOCABULARY, length).astype(np.int32)
             self.items.append(
                 Sample(
-                    ids, np.arange(length) >= 4, tuple(aux.chunk(2, 1)), torch.randn(length, SIZE, generator=generator)
+                    ids,
+                    np.arange(length) >= 4,
+                    tuple(aux.chunk(2, 1)),
+                    torch.randn(length, SIZE, generator=generator),
+                    f"sample {i}",
                 )
             )
         self.lengths = np.array([len(item.ids) for item in self.items])
@@ -98,14 +103,18 @@ def teacher(dtype: torch.dtype = torch.bfloat16) -> Teacher:
 
 
 def run(
-    folder: Path, source: Samples, settings: LoopSettings = SETTINGS, epochs: float = 3
+    folder: Path,
+    source: Samples,
+    settings: LoopSettings = SETTINGS,
+    epochs: float = 3,
+    anchors: Anchors | None = None,
 ) -> tuple[list[Tensor], list[Report]]:
     folder.mkdir(exist_ok=True)
     reports: list[Report] = []
     torch.manual_seed(0)
     plan = plan_steps(source.lengths, 0, epochs, 96)
     objective = eagle3_objective(teacher(settings.dtype), 0.8)
-    index = ttt_builder(2, "predicted")
+    index = ttt_builder(2, "predicted", anchors=anchors)
     return train(drafter(), objective, index, source, plan, settings, folder, reports.append), reports
 
 
@@ -115,23 +124,26 @@ def trace(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "anchors"),
     [
-        SETTINGS,
-        replace(SETTINGS, ema=0.9),
-        replace(SETTINGS, optimizer=replace(ADAMW, kind="muon")),
-        replace(SETTINGS, dtype=torch.float32),
+        (SETTINGS, None),
+        (replace(SETTINGS, ema=0.9), None),
+        (replace(SETTINGS, optimizer=replace(ADAMW, kind="muon")), None),
+        (replace(SETTINGS, dtype=torch.float32), None),
+        (SETTINGS, Anchors(4, 2, "strided", 0)),
     ],
-    ids=["adamw", "ema", "muon", "fp32"],
+    ids=["adamw", "ema", "muon", "fp32", "anchored"],
 )
 @pytest.mark.parametrize("stop", [10, 41])
-def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path, settings: LoopSettings, stop: int) -> None:
+def test_an_interrupted_run_ends_with_the_same_bits(
+    tmp_path: Path, settings: LoopSettings, anchors: Anchors | None, stop: int
+) -> None:
     settings = replace(settings, checkpoint_seconds=1e-9)
-    whole, _ = run(tmp_path / "whole", Samples(), settings)
+    whole, _ = run(tmp_path / "whole", Samples(), settings, anchors=anchors)
     with pytest.raises(InterruptedError):
-        run(tmp_path / "cut", Samples(limit=stop), settings)
+        run(tmp_path / "cut", Samples(limit=stop), settings, anchors=anchors)
     resumed = Samples()
-    again, _ = run(tmp_path / "cut", resumed, settings)
+    again, _ = run(tmp_path / "cut", resumed, settings, anchors=anchors)
     assert resumed.reads < 3 * 24  # it did not start over
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     assert trace(tmp_path / "whole") == trace(tmp_path / "cut")

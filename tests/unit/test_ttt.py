@@ -17,7 +17,10 @@ from torchspec_core.objectives.ttt import TTTIndex, ttt_index
 VOCABULARY, DRAFT, SIZE, DEPTHS = 24, 16, 12, 3
 
 
-def drafter(norm_before_residual: bool = False, seed: int = 0) -> Eagle3Drafter:
+FORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def drafter(seed: int = 0, **forms: bool) -> Eagle3Drafter:
     config = Eagle3Config(
         hidden_size=SIZE,
         target_hidden_size=SIZE,
@@ -29,7 +32,7 @@ def drafter(norm_before_residual: bool = False, seed: int = 0) -> Eagle3Drafter:
         draft_vocab_size=DRAFT,
         aux_layers=(0, 1),
         rope=RopeConfig(theta=50.0),
-        norm_before_residual=norm_before_residual,
+        **forms,
     )
     model = Eagle3Drafter(config).double()
     init_weights(model, seed)
@@ -105,10 +108,10 @@ def naive_loss(
     return loss
 
 
-@pytest.mark.parametrize("norm_before_residual", [False, True])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk", [3, 1000])
-def test_loss_and_gradients_are_those_of_the_naive_form(norm_before_residual: bool, chunk: int) -> None:
-    model, (ids, aux, last, loss_mask) = drafter(norm_before_residual), batch([17])
+def test_loss_and_gradients_are_those_of_the_naive_form(form: str, chunk: int) -> None:
+    model, (ids, aux, last, loss_mask) = drafter(**{form: chunk == 3}), batch([17])
     fast = gradients(
         model, ids, aux, last, ttt_index([17], loss_mask, DEPTHS, row_multiple=8, width_multiple=16), chunk=chunk
     )
@@ -190,6 +193,37 @@ def test_shifting_all_positions_changes_nothing() -> None:
     attention.angles = lambda positions, dtype: angles(positions + 1000, dtype)  # type: ignore[method-assign]
     for a, b in zip(plain, model.rollout(aux, embeds, index.layout), strict=True):
         torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+def plain_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def test_norms_before_fc_are_those_of_the_engine() -> None:
+    """One norm over all aux states, or one for each, in front of `fc` (vLLM: `combine_hidden_states`)."""
+    _, aux, _, _ = batch([6])
+    model = drafter(norm_before_fc=True)
+    expected = plain_norm(aux, model.input_norm.weight) @ model.fc.weight.T
+    torch.testing.assert_close(model.combine(aux), expected, atol=1e-12, rtol=0)
+    model = drafter(fc_norm=True)
+    parts = [plain_norm(aux[:, SIZE * i : SIZE * (i + 1)], model.fc_norm[i].weight) for i in range(2)]
+    torch.testing.assert_close(model.combine(aux), torch.cat(parts, -1) @ model.fc.weight.T, atol=1e-12, rtol=0)
+
+
+def test_a_normed_output_is_what_the_next_depth_reads() -> None:
+    """Depth 1 of a normed drafter = depth 0 of the same drafter that is given the normed output as its g, at i + 1."""
+    model, (ids, aux, _, _) = drafter(norm_output=True), batch([8])
+    table = teacher().embedding
+    index = ttt_index([8], np.ones(8, dtype=bool), 2, rows=np.arange(8))
+    first, second = model.rollout(aux, [embed_rows(table, ids, n) for n in index.next_token], index.layout)
+    assert not torch.allclose(second, drafter().rollout(
+        aux, [embed_rows(table, ids, n) for n in index.next_token], index.layout)[1])  # fmt: skip
+    with torch.no_grad():
+        cache = model.new_cache(1, 8)
+        model.step(model.combine(aux)[None, :4], table[ids[1:5]][None], torch.arange(4)[None], cache)
+        hidden = plain_norm(first[3], model.norm.weight)
+        out = model.step(hidden[None, None], table[ids[5]][None, None], torch.tensor([[4]]), cache)
+        torch.testing.assert_close(out[0, 0], second[3], atol=1e-12, rtol=0)
 
 
 def test_training_logits_are_those_of_cached_decoding() -> None:

@@ -146,15 +146,28 @@ class DrafterSection(Section):
     """The small model."""
 
     kind: Literal["eagle3", "dflash", "dflash2", "dspark"] = Identity("eagle3")
-    attention: Literal["gqa"] = Identity("gqa")
+    attention: Literal["gqa", "mla"] = Identity(
+        "gqa",
+        description="`mla`: multi-latent, for `eagle3`; vLLM serves it for multi-latent targets only.",
+    )
     num_heads: int | None = Identity(None, gt=0, description="None = as the target.")
-    num_kv_heads: int | None = Identity(None, gt=0)
-    head_dim: int | None = Identity(None, gt=0)
+    num_kv_heads: int | None = Identity(None, gt=0, description="For `gqa`.")
+    head_dim: int | None = Identity(None, gt=0, description="For `gqa`.")
+    q_lora_rank: int | None = Identity(
+        None, gt=0, description="For `mla`: rank of the query projection; None = a full matrix, which vLLM cannot load."
+    )
+    kv_lora_rank: int = Identity(512, gt=0, description="For `mla`: numbers of the latent row that is cached.")
+    qk_nope_head_dim: int = Identity(128, gt=0, description="For `mla`: a head's query and key without positions.")
+    qk_rope_head_dim: int = Identity(64, gt=0, description="For `mla`: the same with rotary positions, even.")
+    v_head_dim: int = Identity(128, gt=0, description="For `mla`: a head's value.")
     intermediate_size: int | None = Identity(None, gt=0)
     draft_vocab_size: int = Identity(
         8192, gt=0, description="Tokens an `eagle3` can propose; the target's size = all. Others propose all."
     )
-    norm_before_residual: bool = Identity(False)
+    norm_before_residual: bool = Identity(False, description="The residual branch starts from the normed hidden state.")
+    norm_before_fc: bool = Identity(False, description="One norm over all captured states, before `fc`; `gqa` only.")
+    fc_norm: bool = Identity(False, description="A norm for each captured layer's state, before `fc`.")
+    norm_output: bool = Identity(False, description="The next depth reads the drafter's normed output.")
     init: Literal["random", "target"] = Identity(
         "random", description="`target`: head and final norm start as the target's."
     )
@@ -190,8 +203,21 @@ class TrainingSection(Section):
 
     ttt_length: int = Identity(3, gt=0, le=16, description="Depths of the training-time test.")
     depth_decay: float = Identity(0.8, gt=0.0, le=1.0, description="Weight of depth d is depth_decay**d.")
+    anchors: int | None = Identity(
+        None,
+        gt=0,
+        description=(
+            "Rows of a sample that draft in an epoch, at most; none = all that lead to a loss. For block drafters: "
+            "blocks; none = 64."
+        ),
+    )
+    anchor_max_gap: int | None = Identity(
+        None, ge=0, description="Rows left out between two anchors at most, for `strided` rows; none = ttt_length."
+    )
+    anchor_sampling: Literal["strided", "uniform"] = Identity(
+        "strided", description="`strided`: evenly spaced from a random start; `uniform`: drawn without replacement."
+    )
     mask_alignment: Literal["predicted", "reference"] = Identity("predicted")
-    anchors: int = Identity(64, gt=0, description="Blocks of each sample in an epoch, at most (block drafters).")
     block_gamma: float = Identity(4.0, gt=0.0, description="Prediction n of a block weighs exp(-n / block_gamma).")
     selector_weight: float = Identity(1.0, ge=0.0, description="Of `dflash2`'s selector loss.")
     selector_stop_gradient: bool = Identity(False, description="The selector's loss does not move the backbone.")

@@ -90,17 +90,16 @@ class Eagle3Chain:
         self.cache = self.drafter.new_cache(rows, capacity)
 
     def propose(self, committed: Committed, k: int, temperature: float, u: Tensor | None) -> Proposal:
-        hidden = self._read(committed)
+        out = self._read(committed)
         position = committed.start + committed.counts - 1
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
         for step in range(k):
             if step:
                 embeds = self.embedding[tokens[-1]].unsqueeze(1)
-                hidden = self.drafter.step(hidden.unsqueeze(1), embeds, (position + step).unsqueeze(1), self.cache)[
-                    :, 0
-                ]
-            logits = self.drafter.logits(hidden)
+                before = self.drafter.feedback(out).unsqueeze(1)
+                out = self.drafter.step(before, embeds, (position + step).unsqueeze(1), self.cache)[:, 0]
+            logits = self.drafter.logits(out)
             if u is None:
                 drafted = logits.argmax(dim=-1)
             else:

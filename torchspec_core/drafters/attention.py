@@ -17,10 +17,10 @@ from torchspec_core.drafters.rope import RopeConfig, rope_angles, rotate_halves
 
 @dataclass
 class DraftCache:
-    """Keys and values by position.
+    """Keys and values by position; what exactly an attention kind keeps in `k` and `v` is its own affair.
 
     Attributes:
-        k, v: [batch, kv_heads, capacity + 1, head_dim]; the last slot takes what padding rows write.
+        k, v: [batch, kv_heads, capacity + 1, width of each]; the last slot takes what padding rows write.
         upto: slots [0, upto) may hold something.
     """
 
@@ -32,6 +32,16 @@ class DraftCache:
     def capacity(self) -> int:
         """Positions that fit."""
         return self.k.shape[2] - 1
+
+    def write(self, positions: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Put rows [B, T, kv_heads, ...] at slot = position (-1: a padding row); [B, T, upto] boolean of the slots at
+        or before each row."""
+        slots = positions.masked_fill(positions < 0, self.capacity)
+        batch = torch.arange(len(positions), device=positions.device).unsqueeze(1)
+        self.k[batch, :, slots] = k
+        self.v[batch, :, slots] = v
+        self.upto = max(self.upto, int(positions.max()) + 1)
+        return torch.arange(self.upto, device=positions.device) <= positions.clamp(min=0).unsqueeze(-1)
 
 
 class GroupedQueryAttention(nn.Module):
@@ -92,15 +102,9 @@ class GroupedQueryAttention(nn.Module):
             [B, T, output_size]. A slot written earlier for a position that was rolled back is overwritten before any
             row can see it, since rows only look back.
         """
-        padding = positions < 0
         angles = self.angles(positions.clamp(min=0), u.dtype)
-        q, (k, v) = self.project_queries(u, angles), self.project_keys(u, angles)
-        slots = positions.masked_fill(padding, cache.capacity)
-        batch = torch.arange(len(u), device=u.device).unsqueeze(1)
-        cache.k[batch, :, slots] = k
-        cache.v[batch, :, slots] = v
-        cache.upto = max(cache.upto, int(positions.max()) + 1)
-        visible = torch.arange(cache.upto, device=u.device) <= positions.clamp(min=0).unsqueeze(-1)
+        q = self.project_queries(u, angles)
+        visible = cache.write(positions, *self.project_keys(u, angles))
         attended = functional.scaled_dot_product_attention(
             q.transpose(1, 2),
             cache.k[:, :, : cache.upto],

@@ -2,6 +2,7 @@
 
 Row i knows the target's states at position i and token x_{i+1}; its first draft is x_{i+2}. Parameter names are those
 that vLLM reads. The token embedding is the target's, frozen, and not a parameter here: embeddings come in as tensors.
+The attention is grouped-query or multi-latent; the forms that engines know as flags are fields of the configuration.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 
 from torchspec_core.drafters.attention import DraftCache, GroupedQueryAttention
 from torchspec_core.drafters.layers import RMSNorm, SwiGLU
+from torchspec_core.drafters.mla import MLAConfig, MultiLatentAttention
 from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.rope_config import check_mla_rope
 from torchspec_core.drafters.ttt import GroupedTTT, TTTAttention, TTTLayout
 from torchspec_core.errors import UserError
 
@@ -30,7 +33,12 @@ class Eagle3Config:
         aux_layers: canonical layer ids (residual stream after 0-based decoder layer j) whose states enter `fc`, in
             order.
         draft_vocab_size: tokens the drafter can propose.
+        num_kv_heads, head_dim: of grouped-query attention; multi-latent attention has its widths in `mla`.
         norm_before_residual: the residual branch starts from the normed hidden state instead of the raw one.
+        mla: widths of multi-latent attention; None = grouped-query attention.
+        norm_before_fc: one norm over all aux states together, before `fc`.
+        fc_norm: a norm for each aux state, before `fc`.
+        norm_output: the next depth reads the normed output instead of the raw one.
     """
 
     hidden_size: int
@@ -46,6 +54,10 @@ class Eagle3Config:
     rope: RopeConfig = field(default_factory=RopeConfig)
     max_position_embeddings: int = 2048
     norm_before_residual: bool = False
+    mla: MLAConfig | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
@@ -60,6 +72,12 @@ class Eagle3Config:
             raise UserError(
                 f"drafter.draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary, {self.vocab_size}"
             )
+        if self.mla is not None:
+            check_mla_rope(self.rope)
+            if self.norm_before_fc:
+                raise UserError(
+                    "drafter.norm_before_fc: engines do not know it with drafter.attention: mla; use drafter.fc_norm"
+                )
 
     @property
     def num_aux(self) -> int:
@@ -67,15 +85,25 @@ class Eagle3Config:
         return len(self.aux_layers)
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON types."""
-        return {**asdict(self), "aux_layers": list(self.aux_layers)}
+        """The configuration as JSON types; forms that are switched off are left out."""
+        values = {**asdict(self), "aux_layers": list(self.aux_layers), "rope": self.rope.to_json()}
+        return {name: value for name, value in values.items() if value or name not in _FORMS}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Eagle3Config:
         """The inverse of `to_json`."""
+        mla = values.get("mla")
         return Eagle3Config(
-            **{**values, "aux_layers": tuple(values["aux_layers"]), "rope": RopeConfig.from_json(values["rope"])}
+            **{
+                **values,
+                "aux_layers": tuple(values["aux_layers"]),
+                "rope": RopeConfig.from_json(values["rope"]),
+                "mla": None if mla is None else MLAConfig(**mla),
+            }
         )
+
+
+_FORMS = ("mla", "norm_before_fc", "fc_norm", "norm_output")
 
 
 class Eagle3Layer(nn.Module):
@@ -88,8 +116,10 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = GroupedQueryAttention(
-            2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope
+        self.self_attn = (
+            GroupedQueryAttention(2 * size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope)
+            if config.mla is None
+            else MultiLatentAttention(2 * size, size, config.num_heads, config.mla, config.rope, config.rms_norm_eps)
         )
         self.mlp = SwiGLU(size, config.intermediate_size)
 
@@ -112,14 +142,30 @@ class Eagle3Drafter(nn.Module):
     def __init__(self, config: Eagle3Config) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.num_aux * config.target_hidden_size, config.hidden_size, bias=False)
+        aux_size = config.num_aux * config.target_hidden_size
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(aux_size, config.rms_norm_eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers
+            )
+        self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
 
     def combine(self, aux: Tensor) -> Tensor:
         """Target states of the aux layers, concatenated [..., A * H_t], to g [..., H]."""
+        if self.config.norm_before_fc:
+            aux = self.input_norm(aux)
+        if self.config.fc_norm:
+            parts = aux.chunk(self.config.num_aux, dim=-1)
+            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         return self.fc(aux)
+
+    def feedback(self, out: Tensor) -> Tensor:
+        """Layer output [..., H] as the next depth's hidden state."""
+        return self.norm(out) if self.config.norm_output else out
 
     def logits(self, out: Tensor) -> Tensor:
         """Layer output [..., H] to draft logits [..., V_d]."""
@@ -152,7 +198,7 @@ class Eagle3Drafter(nn.Module):
         outs: list[Tensor] = []
         for depth, embed in enumerate(embeds):
             if depth:
-                u, residual = layer.enter(outs[-1], embed)
+                u, residual = layer.enter(self.feedback(outs[-1]), embed)
                 angles = attention.angles(layout.position.index_select(0, rows) + depth, u.dtype)
                 own.append(attention.project_keys(u, angles))
             q = attention.project_queries(u, angles)
@@ -167,7 +213,7 @@ class Eagle3Drafter(nn.Module):
         """One incremental pass.
 
         Args:
-            hidden: [B, T, H], g_i for rows with known target states, else the previous pass' output.
+            hidden: [B, T, H], g_i for rows with known target states, else `feedback` of the previous pass' output.
             embeds: [B, T, H], embedding of x_{i+1}.
             positions: [B, T] int64, i; -1 = padding row.
 

@@ -91,6 +91,10 @@ class RopeConfig:
         given = {name: getattr(self, name) for name in possible if getattr(self, name) != getattr(plain, name)}
         return {"rope_type": self.kind, **{name: getattr(self, name) for name in needed}, **given}
 
+    def hub_parameters(self) -> dict[str, Any]:
+        """`rope_parameters` of a Hub configuration: kind and base for every kind, then its settings."""
+        return {"rope_type": self.kind, "rope_theta": self.theta, **(self.hub_scaling() or {})}
+
 
 def hub_rope(config: Mapping[str, Any], default_theta: float = 10000.0, where: str = "config.json") -> RopeConfig:
     """The rotary settings of a Hub `config.json`, in its new (`rope_parameters`) or old (`rope_scaling`) spelling.
@@ -122,6 +126,21 @@ def hub_rope(config: Mapping[str, Any], default_theta: float = 10000.0, where: s
     if kind == "dynamic":
         chosen["max_position_embeddings"] = int(config.get("max_position_embeddings", 2048))
     return RopeConfig(theta, kind, **chosen)
+
+
+def check_mla_rope(rope: RopeConfig) -> None:
+    """Refuse rotary settings that engines compute otherwise in multi-latent attention (they take any scaling for
+    DeepSeek's YaRN)."""
+    if rope.kind not in ("default", "yarn"):
+        raise UserError(
+            f"drafter.attention: engines know multi-latent attention with rope type default or yarn only, and the "
+            f"target's is {rope.kind}: use drafter.attention: gqa"
+        )
+    if rope.attention_factor is not None or not rope.truncate or bool(rope.mscale) != bool(rope.mscale_all_dim):
+        raise UserError(
+            "drafter.attention: with multi-latent attention engines ignore attention_factor and truncate of yarn, and "
+            "read mscale and mscale_all_dim as a pair: the target's rope settings would be computed differently"
+        )
 
 
 def _every_setting() -> set[str]:

@@ -26,7 +26,7 @@ from torchspec_core.decoding.target import CachedTarget, load_target
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation.drafts import open_export
 from torchspec_core.evaluation.statistics import acceptance, engine_steps, replay
-from torchspec_core.evaluation.vllm import ServingRequest, measure_in_child
+from torchspec_core.evaluation.vllm import ServingRequest, measure_in_child, unservable
 from torchspec_core.export.checkpoint import CONFIG
 from torchspec_core.kinds import kind_of_export
 from torchspec_core.stages.job import Job
@@ -50,7 +50,9 @@ def build(job: Job) -> None:
     renderer = load_renderer(job.inputs["target"])
     sets = {name: _prompts(job, name, renderer, facts) for name in evaluation["sets"]}
     work = _Work(job, facts, renderer, total=2 * sum(map(len, sets.values())) * evaluation["max_new_tokens"])
-    job.workspace.expect(2 * len(sets) + bool(serving["vllm"] and SERVED_SET in sets) + 2)
+    refused = unservable(job.inputs["export"], facts) if serving["vllm"] else None
+    serve = serving["vllm"] and SERVED_SET in sets and refused is None
+    job.workspace.expect(2 * len(sets) + bool(serve) + 2)
     rows = {
         (name, mode): work.rows(name, mode, prompts) for mode in (GREEDY, SAMPLED) for name, prompts in sets.items()
     }
@@ -76,8 +78,11 @@ def build(job: Job) -> None:
     greedy = rows.get((SERVED_SET, GREEDY), [])
     if greedy:
         numbers |= _baselines(job, facts, greedy)
-        if serving["vllm"]:
+        if serve:
             numbers |= _served(job, greedy)
+    if refused is not None:
+        _log.warning("not served in vLLM: %s", refused)
+        numbers["meta.vllm.skipped"] = refused
     with job.workspace.shard(RESULT) as path:
         path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     with job.workspace.shard(SAMPLES) as path:

@@ -23,7 +23,7 @@ answers stay as they are and come sooner. For any other target it is useless.
 | target | {architecture}, {layers} layers, hidden size {width}, vocabulary {vocabulary} |
 | reads | the residual stream after 0-based decoder layers {aux} of the target (vLLM ids {vllm_ids}) |
 | drafts | {draft_vocabulary} of the target's {vocabulary} tokens{coverage} |
-| size | one layer, hidden size {hidden}, {heads} query and {kv_heads} key-value heads of {head_dim}, MLP {mlp} |
+| size | one layer, hidden size {hidden}, {attention}, MLP {mlp} |
 | embeddings | the target's own, shared by the engine; not in this folder |
 | weights | {dtype}, `model.safetensors`; `d2t[j]` is an offset: target id = j + d2t[j] |
 {validation}
@@ -57,9 +57,7 @@ def model_card(config: Mapping[str, Any], target: TargetFacts, validation: Mappi
         draft_vocabulary=config["draft_vocab_size"],
         coverage="" if coverage is None else f" ({coverage:.1%} of the counted tokens)",
         hidden=config["hidden_size"],
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
+        attention=_attention(config),
         mlp=config["intermediate_size"],
         dtype=config["torch_dtype"],
         validation=_numbers(validation),
@@ -131,3 +129,13 @@ def _numbers(validation: Mapping[str, Any]) -> str:
         for name, value in validation.items()
         if name != "coverage" and isinstance(value, (int, float))
     )
+
+
+def _attention(config: Mapping[str, Any]) -> str:
+    heads = config["num_attention_heads"]
+    if "kv_lora_rank" in config:
+        return (
+            f"multi-latent attention of {heads} heads ({config['qk_nope_head_dim']} + {config['qk_rope_head_dim']} "
+            f"numbers, values {config['v_head_dim']}; latent {config['kv_lora_rank']}; for multi-latent targets only)"
+        )
+    return f"{heads} query and {config['num_key_value_heads']} key-value heads of {config['head_dim']}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter
-from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.mla import MLAConfig
+from torchspec_core.drafters.rope_config import hub_rope
 from torchspec_core.errors import UserError
 from torchspec_core.export.card import model_card
 from torchspec_core.kinds import KINDS, kind_of_drafter
@@ -31,8 +32,10 @@ from torchspec_core.targets.facts import TargetFacts, read_facts, read_json, vll
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 ARCHITECTURES = KINDS["eagle3"].architectures
+MLA_ARCHITECTURES = tuple(name for name in ARCHITECTURES if "Deepseek" in name)
+MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 # Forms of EAGLE-3 that this project's drafter does not compute; a checkpoint that switches one on is refused.
-UNSUPPORTED = ("norm_before_fc", "fc_norm", "norm_output", "attention_bias")
+UNSUPPORTED = ("attention_bias",)
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,22 @@ def vllm_config(config: Eagle3Config, target: TargetFacts, dtype: str) -> dict[s
             "train it with ascending, different layers."
         )
     return {
-        "architectures": [ARCHITECTURES[0]],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[0] if config.mla is None else MLA_ARCHITECTURES[0]],
+        # vLLM takes `deepseek_v3` for its own multi-token prediction; `kimi_k2` is the same attention.
+        "model_type": "llama" if config.mla is None else "kimi_k2",
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.target_hidden_size,
         "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "head_dim": config.head_dim if config.mla is None else config.mla.qk_rope_head_dim,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope.theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": config.rope.kind, "rope_theta": config.rope.theta},
+        "rope_scaling": config.rope.hub_scaling(),
+        "rope_parameters": config.rope.hub_parameters(),
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -80,9 +84,10 @@ def vllm_config(config: Eagle3Config, target: TargetFacts, dtype: str) -> dict[s
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "norm_before_residual": config.norm_before_residual,
-        "norm_before_fc": False,
-        "fc_norm": False,
-        "norm_output": False,
+        "norm_before_fc": config.norm_before_fc,
+        "fc_norm": config.fc_norm,
+        "norm_output": config.norm_output,
+        **({} if config.mla is None else asdict(config.mla)),
         # Three places for one list: the V1 runner reads the first, the model's width comes from the second or third.
         "eagle_aux_hidden_state_layer_ids": ids,
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True},
@@ -189,34 +194,38 @@ def load_drafter(
 def drafter_config(values: Mapping[str, Any], where: str = CONFIG) -> Eagle3Config:
     """The drafter's shape from an exported `config.json`; layer ids back to canonical."""
     architecture = str((values.get("architectures") or ["(none)"])[0])
+    latent = architecture in MLA_ARCHITECTURES
     if architecture not in ARCHITECTURES:
         raise UserError(
-            f"{where}: {architecture} is no EAGLE-3 drafter of this project ({ARCHITECTURES[0]}); serve it in an "
-            "engine that knows it."
+            f"{where}: {architecture} is no EAGLE-3 drafter of this project ({ARCHITECTURES[0]} or "
+            f"{MLA_ARCHITECTURES[0]}); serve it in an engine that knows it."
         )
     switched_on = [name for name in UNSUPPORTED if values.get(name) or (values.get("eagle_config") or {}).get(name)]
     if switched_on:
         raise UserError(
             f"{where}: {switched_on[0]} is set, a form of EAGLE-3 that this project does not compute; serve it in vLLM."
         )
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    nested = values.get("eagle_config") or {}
     try:
+        mla = MLAConfig(**{name: values[name] for name in MLA_SIZES}) if latent else None
         return Eagle3Config(
             hidden_size=values["hidden_size"],
             target_hidden_size=values.get("target_hidden_size", values["hidden_size"]),
             num_heads=values["num_attention_heads"],
             num_kv_heads=values["num_key_value_heads"],
-            head_dim=values["head_dim"],
+            head_dim=values["head_dim"] if mla is None else mla.qk_head_dim,
             intermediate_size=values["intermediate_size"],
             vocab_size=values["vocab_size"],
             draft_vocab_size=values.get("draft_vocab_size") or values["vocab_size"],
             aux_layers=tuple(vllm_id - 1 for vllm_id in _aux_ids(values, where)),
             rms_norm_eps=values["rms_norm_eps"],
-            rope=RopeConfig(
-                theta=float(rope.get("rope_theta") or values["rope_theta"]), kind=rope.get("rope_type", "default")
-            ),
+            rope=hub_rope(values, where=where),
             max_position_embeddings=values["max_position_embeddings"],
             norm_before_residual=bool(values.get("norm_before_residual", False)),
+            mla=mla,
+            norm_before_fc=bool(nested.get("norm_before_fc", values.get("norm_before_fc", False))),
+            fc_norm=bool(values.get("fc_norm", False)),
+            norm_output=bool(values.get("norm_output", False)),
         )
     except KeyError as error:
         raise UserError(f"{where}: the key {error.args[0]} is missing; export the drafter again.") from None

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchspec_core.drafters.dflash import SLIDING, BlockConfig, BlockDrafter, ConvolutionConfig, SelectorConfig
-from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.rope_config import hub_rope
 from torchspec_core.drafters.slots import CandidateSelector, Tables
 from torchspec_core.errors import UserError
 from torchspec_core.export.card import block_card
@@ -62,8 +62,8 @@ def engine_config(config: BlockConfig, target: TargetFacts, dtype: str) -> dict[
         "use_sliding_window": SLIDING in config.layer_types,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope.theta,
-        "rope_scaling": None,
-        "rope_parameters": {"rope_type": config.rope.kind, "rope_theta": config.rope.theta},
+        "rope_scaling": config.rope.hub_scaling(),
+        "rope_parameters": config.rope.hub_parameters(),
         "max_position_embeddings": config.max_position_embeddings,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -160,7 +160,6 @@ def loaded_config(values: Mapping[str, Any], where: str = CONFIG) -> BlockConfig
         raise UserError(
             f"{where}: {switched_on[0]} is set, a form of {kind} that this project does not compute; serve it in vLLM."
         )
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     try:
         return BlockConfig(
             kind=kind,
@@ -177,9 +176,7 @@ def loaded_config(values: Mapping[str, Any], where: str = CONFIG) -> BlockConfig
             sliding_window=values.get("sliding_window"),
             is_causal=values.get("is_causal"),
             rms_norm_eps=values["rms_norm_eps"],
-            rope=RopeConfig(
-                theta=float(rope.get("rope_theta") or values["rope_theta"]), kind=rope.get("rope_type", "default")
-            ),
+            rope=hub_rope(values, where=where),
             max_position_embeddings=values["max_position_embeddings"],
             convolution=(
                 ConvolutionConfig(nested["conv_kernel_size"], nested["conv_group_size"]) if kind == "dflash2" else None

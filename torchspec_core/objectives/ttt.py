@@ -62,21 +62,23 @@ def ttt_index(
         alignment: which tokens supervise.
         row_multiple: drafted rows and teacher positions are filled up to a multiple of this (rows with weight 0).
         width_multiple: the same for the sides of the attention matrices.
-        rows: drafted rows to use instead of all that lead to a loss (anchors); ascending packed indices.
+        rows: drafted rows to use instead of all that lead to a loss (anchors); ascending packed indices. A teacher
+            position that teaches none of them is left out.
     """
     length = np.asarray(lengths, dtype=np.int64)
     total = int(length.sum())
     document = np.repeat(np.arange(len(length)), length)
     start = np.repeat(np.cumsum(length) - length, length)
     position = np.arange(total) - start
-    teacher = np.flatnonzero(teacher_weight(np.asarray(loss_mask, dtype=bool), document, alignment))
-    taught = teacher[None, :] - 1 - np.arange(depths)[:, None]
-    valid = taught >= start[teacher][None, :]
-    if rows is None:
-        rows = _fill(np.unique(taught[valid]), total, row_multiple)
+    teacher, taught, valid = _pairs(loss_mask, document, start, depths, alignment)
+    chosen, anchored = (np.unique(taught[valid]), False) if rows is None else (rows, True)
+    rows = _fill(chosen, total, row_multiple)
     place = np.full(total, -1, dtype=np.int64)
-    place[rows] = np.arange(len(rows))
+    place[chosen] = np.searchsorted(rows, chosen)  # rows that fill up are not taught
     student = np.where(valid, place[np.where(valid, taught, 0)], -1)
+    if anchored:
+        used = (student >= 0).any(axis=0)
+        teacher, student = teacher[used], student[:, used]
     filler = _round_up(len(teacher), row_multiple) - len(teacher)
     teacher = np.pad(teacher, (0, filler))
     student = np.pad(student, ((0, 0), (0, filler)), constant_values=-1)
@@ -103,6 +105,28 @@ def ttt_index(
         weight=torch.from_numpy((student >= 0).astype(np.float32)),
         next_token=tuple(following),
     )
+
+
+def candidate_rows(
+    lengths: Sequence[int], loss_mask: np.ndarray, depths: int, alignment: MaskAlignment = "predicted"
+) -> list[np.ndarray]:
+    """Packed indices of the rows that lead to a loss, ascending, one array a document: what `ttt_index` drafts."""
+    length = np.asarray(lengths, dtype=np.int64)
+    first = np.cumsum(length) - length
+    _, taught, valid = _pairs(
+        loss_mask, np.repeat(np.arange(len(length)), length), np.repeat(first, length), depths, alignment
+    )
+    rows = np.unique(taught[valid])
+    return np.split(rows, np.searchsorted(rows, first[1:]))
+
+
+def _pairs(
+    loss_mask: np.ndarray, document: np.ndarray, start: np.ndarray, depths: int, alignment: MaskAlignment
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(teacher positions [P], the row that each teaches at each depth [D, P], whether there is one [D, P])."""
+    teacher = np.flatnonzero(teacher_weight(np.asarray(loss_mask, dtype=bool), document, alignment))
+    taught = teacher[None, :] - 1 - np.arange(depths)[:, None]
+    return teacher, taught, taught >= start[teacher][None, :]
 
 
 def _fill(rows: np.ndarray, total: int, multiple: int) -> np.ndarray:

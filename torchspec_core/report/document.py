@@ -201,6 +201,8 @@ def _acceptance(facts: RunFacts) -> list[Block]:
         blocks.append(Picture("slots.svg", "Acceptance by slot, greedy", slot_lines(slots)))
     if "heldout.greedy.vllm_text_equal" in values:
         blocks.append(Text(_served_line(facts)))
+    if "meta.vllm.skipped" in values:
+        blocks.append(Text(f"Not served in vLLM: {values['meta.vllm.skipped']}."))
     return blocks
 
 

@@ -17,7 +17,6 @@ from torchspec_core.drafters.dflash import (
     init_blocks,
 )
 from torchspec_core.drafters.layers import rms_norm
-from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
 from torchspec_core.objectives.blocks import BlockIndex, block_index, sample_anchors
@@ -29,6 +28,7 @@ from torchspec_core.training.method import Method, Setup
 
 _BLOCK_MULTIPLE = 8
 _CHUNK = 512
+_ANCHORS = 64  # blocks of a sample where the recipe says nothing
 
 
 def block_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: Sequence[int]) -> BlockConfig:
@@ -65,7 +65,7 @@ def block_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: Se
         sliding_window=settings["sliding_window"],
         is_causal=settings["is_causal"],
         rms_norm_eps=facts.rms_norm_eps,
-        rope=RopeConfig(theta=facts.rope_theta),
+        rope=facts.rope,
         max_position_embeddings=facts.max_position_embeddings,
         **_heads(kind, settings),
     )
@@ -174,5 +174,5 @@ def block_method(setup: Setup) -> Method:
     def check(model: BlockDrafter, batches: Sequence[PackedBatch]) -> dict[str, float]:
         return validate_blocks(model, teacher, batches)
 
-    index = block_builder(config, training["anchors"], training["block_gamma"], setup.seed)
+    index = block_builder(config, training["anchors"] or _ANCHORS, training["block_gamma"], setup.seed)
     return Method(config, drafter, index, objective, check)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
-from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.mla import MLAConfig
+from torchspec_core.errors import UserError
 from torchspec_core.objectives.alignment import MaskAlignment
+from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss
 from torchspec_core.objectives.result import LossResult
-from torchspec_core.objectives.ttt import TTTIndex, ttt_index
+from torchspec_core.objectives.ttt import TTTIndex, candidate_rows, ttt_index
 from torchspec_core.targets.engine import TargetHead
 from torchspec_core.targets.facts import TargetFacts
 from torchspec_core.training.batch import WIDTH_MULTIPLE, IndexBuilder, PackedBatch
@@ -23,25 +25,54 @@ from torchspec_core.training.validation import validate
 
 
 def drafter_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: Sequence[int]) -> Eagle3Config:
-    """The drafter's shape: what the recipe's `drafter` section leaves open is as the target's."""
+    """The drafter's shape: what the recipe's `drafter` section leaves open is as the target's, rotary positions
+    always."""
 
     def size(name: str) -> int:
         return int(settings[name] if settings[name] is not None else getattr(facts, name))
 
+    mla = mla_config(settings) if settings["attention"] == "mla" else None
+    heads = size("num_heads")
     return Eagle3Config(
         hidden_size=facts.hidden_size,
         target_hidden_size=facts.hidden_size,
-        num_heads=size("num_heads"),
-        num_kv_heads=size("num_kv_heads"),
-        head_dim=size("head_dim"),
+        num_heads=heads,
+        num_kv_heads=size("num_kv_heads") if mla is None else heads,
+        head_dim=size("head_dim") if mla is None else mla.qk_head_dim,
         intermediate_size=size("intermediate_size"),
         vocab_size=facts.vocab_size,
         draft_vocab_size=settings["draft_vocab_size"],
         aux_layers=tuple(aux_layers),
         rms_norm_eps=facts.rms_norm_eps,
-        rope=RopeConfig(theta=facts.rope_theta),
+        rope=facts.rope,
         max_position_embeddings=facts.max_position_embeddings,
         norm_before_residual=settings["norm_before_residual"],
+        mla=mla,
+        norm_before_fc=settings["norm_before_fc"],
+        fc_norm=settings["fc_norm"],
+        norm_output=settings["norm_output"],
+    )
+
+
+def mla_config(settings: Mapping[str, Any]) -> MLAConfig:
+    """Widths of multi-latent attention from the recipe's `drafter` section."""
+    for name in ("num_kv_heads", "head_dim"):
+        if settings[name] is not None:
+            raise UserError(
+                f"drafter.{name} has no meaning with drafter.attention: mla; leave it out and set the widths by "
+                "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
+            )
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return MLAConfig(**{name: settings[name] for name in names})
+
+
+def anchor_settings(training: Mapping[str, Any], seed: int) -> Anchors | None:
+    """How the recipe's `training` section chooses anchors; None = every row that leads to a loss drafts."""
+    if training["anchors"] is None:
+        return None
+    gap = training["anchor_max_gap"]
+    return Anchors(
+        training["anchors"], training["ttt_length"] if gap is None else gap, training["anchor_sampling"], seed
     )
 
 
@@ -56,11 +87,19 @@ def new_drafter(config: Eagle3Config, init: str, seed: int, head: TargetHead, ke
     return drafter
 
 
-def ttt_builder(depths: int, alignment: MaskAlignment, width_multiple: int = WIDTH_MULTIPLE) -> IndexBuilder:
-    """Indices of training-time test, `depths` deep."""
+def ttt_builder(
+    depths: int, alignment: MaskAlignment, width_multiple: int = WIDTH_MULTIPLE, anchors: Anchors | None = None
+) -> IndexBuilder:
+    """Indices of training-time test, `depths` deep; with `anchors`, from the rows that it chooses for each epoch."""
 
     def build(lengths: Sequence[int], mask: np.ndarray, keys: Sequence[str], epoch: int, row_multiple: int) -> TTTIndex:
-        return ttt_index(lengths, mask, depths, alignment, row_multiple, width_multiple)
+        rows = None
+        if anchors is not None:
+            candidates = candidate_rows(lengths, mask, depths, alignment)[: len(keys)]
+            rows = np.concatenate(
+                [anchors.choose(places, key, epoch) for places, key in zip(candidates, keys, strict=True)]
+            )
+        return ttt_index(lengths, mask, depths, alignment, row_multiple, width_multiple, rows)
 
     return build
 
@@ -87,7 +126,8 @@ def eagle3_method(setup: Setup) -> Method:
     return Method(
         config,
         new_drafter(config, setup.drafter["init"], setup.seed, head, kept),
-        ttt_builder(training["ttt_length"], training["mask_alignment"]),
+        ttt_builder(training["ttt_length"], training["mask_alignment"], anchors=anchor_settings(training, setup.seed)),
         eagle3_objective(teacher, training["depth_decay"]),
         check,
+        ttt_builder(training["ttt_length"], training["mask_alignment"]),
     )

@@ -59,6 +59,7 @@ class Method:
         drafter: fp32, initialised.
         index: makes the kind's index of a packed batch.
         objective: loss of a batch.
+        validation_index: the same for validation, where it differs.
         validate: flat metrics of some batches; has `acc_0` and `estimated_acceptance_length`.
     """
 
@@ -67,3 +68,4 @@ class Method:
     index: IndexBuilder
     objective: Objective
     validate: Callable[[Any, Sequence[PackedBatch]], dict[str, float]]
+    validation_index: IndexBuilder | None = None

@@ -115,7 +115,9 @@ def build(job: Job) -> None:
     method: Method = KINDS[job.params["drafter"]["kind"]].part("training")(setup)
     drafter = method.drafter
     plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"])
-    batches = _validation_batches(held, training["tokens_per_step"], method.index, settings.dtype)
+    batches = _validation_batches(
+        held, training["tokens_per_step"], method.validation_index or method.index, settings.dtype
+    )
 
     def check(drafter: Any) -> dict[str, float]:
         return method.validate(drafter, batches)
