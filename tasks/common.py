@@ -141,7 +141,10 @@ def run_stage_task(run: Run, name: str, show: Callable[[StageRef], None] | None 
              ref.bytes / 1e6, ref.seconds, ref.reason if ref.cached else f"was {ref.reason}")
     create_table_artifact(summary_rows(ref), key=f"{name}-summary", description=f"Stage {name}: {ref.path.name}")
     if show is not None:
-        show(ref)
+        try:
+            show(ref)
+        except Exception as error:  # the output is sealed: a picture that cannot be drawn must not end the run
+            log.warning("%s: its artifacts could not be shown in the UI: %s: %s", name, type(error).__name__, error)
     state = "Cached" if ref.cached else "Completed"
     message = f"{name}/{ref.key[:12]}: {ref.reason}"
     # Prefect draws an arrow for every object that two results share, and "same key" is one object.

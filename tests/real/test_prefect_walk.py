@@ -48,8 +48,8 @@ def test_artifacts_of_each_stage(prefect: PrefectHome, first: str) -> None:
     found = prefect.call("/artifacts/filter", {"flow_runs": {"id": {"any_": [first]}}, "limit": 200})
     kinds = {row["key"]: row["type"] for row in found}
     assert {f"{stage}-summary": "table" for stage in STAGE_NAMES}.items() <= kinds.items()
-    assert kinds["acceptance"] == "table"
-    assert {kinds[key] for key in ("training-curves", "report", "report-page")} == {"markdown"}
+    assert kinds["acceptance"] == kinds["tokens-counts"] == "table"
+    assert {kinds[key] for key in ("training-curves", "tokens-lengths", "report", "report-page")} == {"markdown"}
     by_key = {row["key"]: row for row in found}
     assert "data:image/svg+xml;base64," in by_key["report"]["data"]
     rows = {row["fact"]: row["value"] for row in json.loads(by_key["tokens-summary"]["data"])}

@@ -12,12 +12,20 @@ import time
 from pathlib import Path
 
 from torchspec_core.stages.job import Job
+from torchspec_core.targets.made import PACKAGE_CONFIG
 
 SHARDS = 3
 
 ACCEPTANCE = {"heldout.greedy.acceptance_length": 1.5, "heldout.t1.acceptance_length": 1.4}
 STEPS = [{"step": i, "loss": 2.0 - i / 10, "acc_0": i / 20, "lr": 1e-3, "tokens": 64} for i in range(9)]
+COUNTS = {
+    **dict.fromkeys(("rows_in", "rows", "tokens", "supervised", "truncated"), 3),
+    "rejected": {"bad role": 1}, "filtered": {}, "by_source": {"sharegpt": {"rows": 3, "tokens": 9, "supervised": 6}},
+    "lengths": {"edges": [0, 8, 16], "counts": [2, 1]},
+}  # fmt: skip
 FILES = {
+    "target": {"config.json": json.dumps(PACKAGE_CONFIG)},
+    "tokens": {"counts.json": json.dumps(COUNTS)},
     "drafter": {"metrics.jsonl": "".join(json.dumps(step) + "\n" for step in STEPS)},
     "evaluation": {"evaluation.json": json.dumps({**ACCEPTANCE, "heldout.greedy.drafts": 40})},
     "report": {
