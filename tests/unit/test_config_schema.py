@@ -117,6 +117,7 @@ SIDES = {
     "evaluation.k": "identity",
     "evaluation.temperature": "identity",
     "evaluation.top_p": "identity",
+    "evaluation.verification": "identity",
     "evaluation.dtype": "identity",
     "evaluation.sampled_dtype": "identity",
     "evaluation.batch_size": "runtime",

@@ -5,13 +5,14 @@ drafts.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from torchspec_core.decoding import verify
-from torchspec_core.decoding.verify import distribution, draw, verify_greedy, verify_sampled
+from torchspec_core.decoding.verify import distribution, draw, verify_block, verify_greedy, verify_sampled
 
 GRID = 12  # least common multiple of 1..4: every threshold made of quarters lies between two midpoints
 MIDPOINTS = (np.arange(GRID) + 0.5) / GRID
@@ -97,7 +98,7 @@ def _markov() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, torch.from_numpy(nucleus), q / q.sum(1, keepdim=True)
 
 
-def _two_tokens(rows: int, reuse_noise: bool = False) -> tuple[np.ndarray, float]:
+def _two_tokens(rows: int, reuse_noise: bool = False, rule: Any = verify_sampled) -> tuple[np.ndarray, float]:
     """Counts [V, V] of the first two output tokens after root 0, and the acceptance rate of slot 1."""
     logits, _, q = _markov()
     numbers = np.random.default_rng(11)
@@ -112,7 +113,7 @@ def _two_tokens(rows: int, reuse_noise: bool = False) -> tuple[np.ndarray, float
             chain.append(draw(q[chain[-1]], u[:, slot]))
         context = torch.stack(chain, 1)
         accept = torch.cat([u[:, :K6], u[:, -1:]], 1) if reuse_noise else u[:, K6:]
-        verdict = verify_sampled(logits[context], context[:, 1:], q[context[:, :-1]], accept, 1.0, TOP_P)
+        verdict = rule(logits[context], context[:, 1:], q[context[:, :-1]], accept, 1.0, TOP_P)
         first_rate = float((verdict.accepted > 0).double().mean()) if first_rate is None else first_rate
         tokens = torch.cat([context[:, 1:], last.unsqueeze(1)], 1)
         tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1))
@@ -155,6 +156,79 @@ def test_chi_square_notices_wrong_rules(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(verify, "residual", lambda p, q: (q - p).clamp(min=0))
     statistic, freedom, _ = _chi_square(_two_tokens(30_000)[0])
     assert statistic > freedom + 10 * (2 * freedom) ** 0.5
+
+
+def _block_by_hand(chain: list[int], u: list[float] | None) -> list[tuple[float, int, np.ndarray]]:
+    """Block verification of two drafts by the paper's formulas, in Python floats.
+
+    (probability, accepted, law of the next token) of each outcome; with `u` only the outcome that these numbers choose.
+    """
+    weights, bounds, laws = [1.0], [1.0], []
+    for i, token in enumerate(chain[1:]):
+        weights.append(min(weights[i] * P3[chain[i], token] / Q3[chain[i], token], 1.0))
+    for i in range(2):
+        rest = np.maximum(weights[i] * P3[chain[i]] - Q3[chain[i]], 0.0)
+        mass = rest.sum()
+        if i:
+            bounds.append(mass / (mass + 1.0 - weights[i]) if mass + 1.0 - weights[i] else 0.0)
+        laws.append(rest / mass if mass else P3[chain[i]])
+    bounds.append(weights[2])
+    laws.append(P3[chain[2]])
+    if u is not None:
+        kept = max(i for i in range(3) if i == 0 or u[i - 1] < bounds[i])
+        return [(1.0, kept, laws[kept])]
+    shares = [bounds[2], (1 - bounds[2]) * bounds[1], (1 - bounds[2]) * (1 - bounds[1])]
+    return [(share, kept, laws[kept]) for share, kept in zip(shares, (2, 1, 0), strict=True)]
+
+
+def test_block_verification_is_lossless_and_accepts_more_by_full_enumeration() -> None:
+    law, expected = np.zeros((3, 3, 3)), 0.0
+    for chain in itertools.product([0], range(3), range(3)):
+        drawn = Q3[chain[0], chain[1]] * Q3[chain[1], chain[2]]
+        for share, kept, following in _block_by_hand(list(chain), None) if drawn else []:
+            counts = np.zeros((3,) * (kept + 1))
+            counts[tuple(chain[1 : kept + 1])] = following
+            for _ in range(2 - kept):
+                counts = counts[..., None] * P3
+            law += drawn * share * counts
+            expected += drawn * share * kept
+    np.testing.assert_allclose(law, np.einsum("a,ab,bc->abc", P3[0], P3, P3), atol=1e-15)
+    assert expected > _enumerate(one_hot=False)[1] + 0.05
+
+
+def test_block_verification_decides_as_the_formulas_do() -> None:
+    numbers = np.random.default_rng(7).random((4000, 3))
+    chains = [c for c in itertools.product([0], range(3), range(3)) if Q3[c[0], c[1]] * Q3[c[1], c[2]] > 0]
+    context = np.array([chains[i % len(chains)] for i in range(len(numbers))])
+    verdict = verify_block(
+        torch.from_numpy(np.log(np.maximum(P3[context], 1e-300))).float(),
+        torch.from_numpy(context[:, 1:]),
+        torch.from_numpy(Q3[context[:, :2]]).float(),
+        torch.from_numpy(numbers),
+        temperature=1.0,
+    )
+    for row, chain in enumerate(context.tolist()):
+        ((_, kept, law),) = _block_by_hand(chain, numbers[row].tolist())
+        assert int(verdict.accepted[row]) == kept
+        assert int(verdict.following[row]) == int((np.cumsum(law) <= numbers[row, 2]).sum())
+
+
+def test_chi_square_of_block_verification() -> None:
+    counts, first_rate = _two_tokens(30_000, rule=verify_block)
+    statistic, freedom, outside = _chi_square(counts)
+    assert outside == 0
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+    _, p, q = _markov()
+    overlap = float(torch.minimum(p[0], q[0].double()).sum())
+    assert first_rate > overlap - 4 * (overlap * (1 - overlap) / 30_000) ** 0.5
+
+
+def test_block_verification_accepts_all_of_a_perfect_drafter() -> None:
+    p = torch.softmax(torch.from_numpy(np.random.default_rng(0).normal(size=(V6,))).float(), -1)
+    numbers = torch.from_numpy(np.random.default_rng(1).random((2000, 5)))
+    drafts = torch.stack([draw(p.expand(2000, -1), numbers[:, k]) for k in range(2)], 1)
+    verdict = verify_block(p.log().expand(2000, 3, V6), drafts, p.expand(2000, 2, V6), numbers[:, 2:], 1.0)
+    assert int(verdict.accepted.min()) == 2
 
 
 def test_a_perfect_drafter_is_always_accepted_when_it_samples_and_by_max_p_when_it_is_greedy() -> None:

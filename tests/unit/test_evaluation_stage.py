@@ -31,7 +31,7 @@ TEMPLATE = (
 SETTINGS: dict[str, Any] = {
     "evaluation": {
         "prompts": 3, "sets": ["heldout", "gsm8k"], "max_new_tokens": NEW, "k": K, "temperature": 1.0, "top_p": 0.95,
-        "dtype": "float32", "sampled_dtype": "bfloat16",
+        "verification": "block", "dtype": "float32", "sampled_dtype": "bfloat16",
     },
     "serving": {"vllm": False, "prompts": 3, "max_new_tokens": NEW, "dtype": "float32"},
     "run": {"seed": 0},

@@ -256,6 +256,9 @@ class EvaluationSection(Section):
     k: int = Identity(3, gt=0, le=15, description="Draft tokens a step.")
     temperature: float = Identity(1.0, gt=0.0, description="Of the sampled runs; a greedy run is always made.")
     top_p: Probability = Identity(0.95)
+    verification: Literal["standard", "block"] = Identity(
+        "standard", description="Rule of the sampled runs; both are lossless, `block` accepts at least as much."
+    )
     dtype: Literal["bfloat16", "float32"] = Identity("float32", description="Of the greedy runs.")
     sampled_dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Of the sampled runs.")
     batch_size: int = Runtime(40, gt=0)

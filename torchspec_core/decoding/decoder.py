@@ -22,16 +22,21 @@ from torch import Tensor
 
 from torchspec_core.decoding.draft import Committed, Drafts
 from torchspec_core.decoding.target import CachedTarget
-from torchspec_core.decoding.verify import Verdict, distribution, draw, verify_greedy, verify_sampled
+from torchspec_core.decoding.verify import Verdict, distribution, draw, verify_block, verify_greedy, verify_sampled
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: `temperature` 0 is greedy; `drafting` says how the drafter picks when it is not."""
+    """How tokens are chosen.
+
+    temperature: 0 is greedy. drafting: how the drafter picks when it is not. verification: the rule that decides then;
+    both rules give the target's law, `block` accepts at least as much.
+    """
 
     temperature: float = 0.0
     top_p: float = 1.0
     drafting: Literal["greedy", "probabilistic"] = "greedy"
+    verification: Literal["standard", "block"] = "standard"
 
     @property
     def greedy(self) -> bool:
@@ -205,7 +210,8 @@ def _step(
     if u is None:
         verdict = verify_greedy(read.logits, drafted)
     else:
-        verdict = verify_sampled(read.logits, drafted, q, u[:, k:], sampling.temperature, sampling.top_p)
+        verify = verify_block if sampling.verification == "block" and drafts is not None else verify_sampled
+        verdict = verify(read.logits, drafted, q, u[:, k:], sampling.temperature, sampling.top_p)
     tokens = torch.cat([drafted, root], dim=1).scatter_(
         1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1)
     )

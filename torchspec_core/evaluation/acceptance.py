@@ -66,6 +66,7 @@ def build(job: Job) -> None:
         f"meta.{SAMPLED}.dtype": evaluation["sampled_dtype"],
         f"meta.{GREEDY}.drafting": "greedy",
         f"meta.{SAMPLED}.drafting": "probabilistic",
+        f"meta.{SAMPLED}.verification": evaluation["verification"],
         "meta.max_new_tokens": evaluation["max_new_tokens"],
         "meta.definition": "1 + accepted drafts per verification step, bonus token included; slots are unconditional",
     }
@@ -126,7 +127,9 @@ class _Work:
         settings = self.job.params["evaluation"]
         if self.job.workspace.done(shard) is None:
             sampling = (
-                Sampling() if mode == GREEDY else Sampling(settings["temperature"], settings["top_p"], "probabilistic")
+                Sampling()
+                if mode == GREEDY
+                else Sampling(settings["temperature"], settings["top_p"], "probabilistic", settings["verification"])
             )
             rows = self._decode(name, mode, prompts, sampling)
             with self.job.workspace.shard(shard) as path:

@@ -98,8 +98,12 @@ def sampling_line(facts: RunFacts) -> str:
     """How target and drafter chose their tokens, for each mode."""
     parts = []
     for mode, words in modes(facts).items():
-        drafting, dtype = (facts.evaluation.get(f"meta.{mode}.{fact}") for fact in ("drafting", "dtype"))
-        notes = ", ".join(filter(None, (f"drafts {drafting}" if drafting else None, dtype)))
+        drafting, rule, dtype = (
+            facts.evaluation.get(f"meta.{mode}.{fact}") for fact in ("drafting", "verification", "dtype")
+        )
+        notes = ", ".join(
+            filter(None, (f"drafts {drafting}" if drafting else None, f"{rule} verification" if rule else None, dtype))
+        )
         parts.append(f"{words} ({notes})" if notes else words)
     return "; ".join(parts)
 
