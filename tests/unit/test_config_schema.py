@@ -106,6 +106,7 @@ SIDES = {
     "training.decay": "identity",
     "training.epochs": "identity",
     "training.tokens_per_step": "identity",
+    "training.batching": "identity",
     "training.dtype": "identity",
     "training.ema": "identity",
     "training.checkpoint_seconds": "runtime",

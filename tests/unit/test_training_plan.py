@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 
 import numpy as np
@@ -13,39 +17,118 @@ import torch
 from torchspec_core.errors import UserError
 from torchspec_core.training.batch import Sample, pack
 from torchspec_core.training.eagle3 import ttt_builder
-from torchspec_core.training.plan import plan_epoch, plan_steps
+from torchspec_core.training.plan import Batching, PlannedStep, plan_epoch, plan_steps
 from torchspec_core.training.schedule import lr_factor
 from torchspec_core.training.stage import hold_out
 
 LENGTHS = np.random.default_rng(3).integers(10, 250, 700)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_each_sample_once_an_epoch_and_never_over_budget(world_size: int) -> None:
-    budget = 768
+BATCHINGS: tuple[Batching, ...] = ("packed", "grouped")
+
+
+def samples_of(steps: list[PlannedStep]) -> Counter[int]:
+    return Counter(i for step in steps for batch in step.batches for i in batch)
+
+
+def used(steps: list[PlannedStep], lengths: np.ndarray = LENGTHS) -> np.ndarray:
+    return np.array([lengths[list(batch)].sum() for step in steps for batch in step.batches])
+
+
+def laid_out(steps: list[PlannedStep], lengths: np.ndarray = LENGTHS) -> np.ndarray:
+    """Tokens of each batch when every document is as long as the longest."""
+    return np.array([len(b) * lengths[list(b)].max() for step in steps for b in step.batches])
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize("batches", [1, 3])
+def test_each_sample_once_an_epoch_and_never_over_budget(batching: Batching, batches: int) -> None:
     for epoch in range(3):
-        steps = plan_epoch(LENGTHS, 0, epoch, budget, world_size)
-        assert Counter(i for step in steps for rank in step.ranks for i in rank) == Counter(range(len(LENGTHS)))
-        for step in steps:
-            assert len(step.ranks) == world_size
-            loads = [int(LENGTHS[list(rank)].sum()) for rank in step.ranks]
-            assert max(loads) <= budget // world_size
+        steps = plan_epoch(LENGTHS, 0, epoch, 1536, batching, batches)
+        assert samples_of(steps) == Counter(range(len(LENGTHS)))
+        assert max(used(steps)) <= 1536 // batches
+        sizes = Counter(len(step.batches) for step in steps)
+        assert sizes[batches] >= len(steps) - 1 and min(sizes) >= 1 and all(len(b) for s in steps for b in s.batches)
 
 
-def test_same_inputs_same_plan_and_other_epochs_another_order() -> None:
-    assert plan_steps(LENGTHS, 5, 2, 1024) == plan_steps(LENGTHS.tolist(), 5, 2.0, 1024)
-    first, second = (plan_epoch(LENGTHS, 5, epoch, 1024) for epoch in (0, 1))
-    assert [s.ranks for s in first] != [s.ranks for s in second]
-    assert plan_epoch(LENGTHS, 6, 0, 1024) != first
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_same_inputs_same_plan_and_other_epochs_another_order(batching: Batching) -> None:
+    assert plan_steps(LENGTHS, 5, 2, 1024, batching) == plan_steps(LENGTHS.tolist(), 5, 2.0, 1024, batching)
+    first, second = (plan_epoch(LENGTHS, 5, epoch, 1024, batching) for epoch in (0, 1))
+    assert [s.batches for s in first] != [s.batches for s in second]
+    assert plan_epoch(LENGTHS, 6, 0, 1024, batching) != first
 
 
-def test_steps_hold_like_lengths_in_no_order_of_length() -> None:
-    steps = plan_epoch(LENGTHS, 0, 0, 1024)
-    longest = np.array([max(LENGTHS[list(step.ranks[0])]) for step in steps])
-    used = np.array([LENGTHS[list(step.ranks[0])].sum() for step in steps])
-    rectangle = sum(len(step.ranks[0]) * high for step, high in zip(steps, longest, strict=True))
-    assert used.sum() / rectangle > 0.9  # laid out by the longest document, less than a tenth is empty
-    assert abs(np.corrcoef(np.arange(len(steps)), longest)[0, 1]) < 0.3
+def test_another_process_makes_the_same_plan() -> None:
+    code = (
+        "import numpy as np; from torchspec_core.training.plan import plan_steps;"
+        "lengths = np.random.default_rng(3).integers(10, 250, 700);"
+        "print([s.batches for s in plan_steps(lengths, 5, 1.5, 1024)])"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "77"}
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+    assert ast.literal_eval(out) == [step.batches for step in plan_steps(LENGTHS, 5, 1.5, 1024)]
+
+
+def test_ranks_share_out_a_step_whatever_their_number() -> None:
+    step = PlannedStep(0, ((1, 2), (3,), (4, 5, 6)))
+    for world_size in (1, 2, 3, 5):
+        ranks = [step.of_rank(rank, world_size) for rank in range(world_size)]
+        assert sorted(batch for rank in ranks for batch in rank) == sorted(step.batches)
+        assert max(map(len, ranks)) - min(map(len, ranks)) <= 1
+
+
+# Lengths of chats after cutting, of long texts, of one length: the budget is a few times the longest.
+SHAPES = {
+    "chats": np.random.default_rng(0).integers(30, 225, 5000),
+    "texts": np.random.default_rng(1).lognormal(6.2, 0.9, 5000).clip(30, 2048).astype(int),
+}
+
+
+@pytest.mark.parametrize(("name", "budget"), [("chats", 1024), ("texts", 4096), ("texts", 8192)])
+def test_packed_batches_are_full_and_grouped_ones_are_rectangles(name: str, budget: int) -> None:
+    lengths = SHAPES[name]
+    packed = plan_epoch(lengths, 0, 0, budget)
+    assert lengths.sum() / (len(packed) * budget) > 0.995
+    assert max(laid_out(packed, lengths)) <= 2 * budget
+    grouped = plan_epoch(lengths, 0, 0, budget, "grouped")
+    assert max(laid_out(grouped, lengths)) <= budget
+    assert lengths.sum() / laid_out(grouped, lengths).sum() > 0.97
+
+
+def test_lengths_that_never_fit_together_get_a_batch_each() -> None:
+    lengths = np.full(2000, 600)
+    assert sorted(step.batches for step in plan_epoch(lengths, 0, 0, 1024)) == [((i,),) for i in range(2000)]
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+def test_no_order_is_left_across_steps(batching: Batching) -> None:
+    """Against chance: steps' mean lengths rise or fall with the step no more than a shuffled list's would, and a
+    sample comes anywhere in an epoch, whatever its length and its place in the data."""
+    lengths, epochs = SHAPES["chats"], 8
+    when = np.zeros((epochs, len(lengths)))
+    for epoch in range(epochs):
+        steps = plan_epoch(lengths, 0, epoch, 1024, batching)
+        mean = np.array([lengths[list(step.batches[0])].mean() for step in steps])
+        assert abs(np.corrcoef(np.arange(len(steps)), mean)[0, 1]) < 4 / math.sqrt(len(steps))
+        for place, step in enumerate(steps):
+            when[epoch, list(step.batches[0])] = place / len(steps)
+    chance = 4 / math.sqrt(when.size)
+    assert abs(np.corrcoef(np.tile(lengths, epochs), when.ravel())[0, 1]) < chance
+    assert abs(np.corrcoef(np.tile(np.arange(len(lengths)), epochs), when.ravel())[0, 1]) < chance
+    assert abs(when.mean() - 0.5) < 0.02 and abs(when.std() - math.sqrt(1 / 12)) < 0.01  # uniform over the epoch
+    assert abs(np.corrcoef(when[0], when[1])[0, 1]) < 4 / math.sqrt(len(lengths))
+
+
+@pytest.mark.parametrize("batching", BATCHINGS)
+@pytest.mark.parametrize(("lengths", "most"), [(LENGTHS, 0.25), (SHAPES["chats"], 0.08)])
+def test_partners_change_from_epoch_to_epoch(lengths: np.ndarray, most: float, batching: Batching) -> None:
+    def pairs(epoch: int) -> set[frozenset[int]]:
+        steps = plan_epoch(lengths, 0, epoch, 1024, batching)
+        return {frozenset(p) for step in steps for p in itertools.combinations(step.batches[0], 2)}
+
+    first, second = pairs(0), pairs(1)
+    assert len(first & second) / len(first) < most
 
 
 def test_fractional_epochs() -> None:
@@ -56,8 +139,10 @@ def test_fractional_epochs() -> None:
 
 
 def test_a_sample_longer_than_the_budget_is_refused() -> None:
-    with pytest.raises(UserError, match=r"600 tokens.*training.tokens_per_step=512"):
+    with pytest.raises(UserError, match=r"600 tokens.*training.tokens_per_step=512;"):
         plan_epoch(np.array([10, 600]), 0, 0, 512)
+    with pytest.raises(UserError, match=r"600 tokens.*training.tokens_per_step=1024 in 2 batches"):
+        plan_epoch(np.array([10, 600]), 0, 0, 1024, batches_per_step=2)
 
 
 def test_no_samples_no_steps() -> None:

@@ -236,6 +236,13 @@ class TrainingSection(Section):
     decay: float = Identity(0.4, ge=0.0, le=1.0, description="Share of the steps that decay, for `wsd`.")
     epochs: float = Identity(3.0, gt=0.0)
     tokens_per_step: int = Identity(1024, gt=0, description="Token budget of one optimiser step.")
+    batching: Literal["packed", "grouped"] = Identity(
+        "packed",
+        description=(
+            "`packed`: samples that fill the budget together; `grouped`: samples of like length, as many as fit when "
+            "each is as long as the longest."
+        ),
+    )
     dtype: Literal["bfloat16", "float32"] = Identity(
         "bfloat16", description="Compute type; parameters keep fp32 masters."
     )

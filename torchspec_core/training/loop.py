@@ -70,7 +70,7 @@ def train(
         drafter: fp32, initialised.
         objective: the kind's loss of a batch.
         index: makes the kind's index of a packed batch.
-        plan: the steps; rank 0's samples are used.
+        plan: the steps, of one batch each.
         scratch: folder for checkpoint and metrics; a run continues from what it finds there.
         report: called for each line of metrics.
         validate: called every `validate_steps` steps; its numbers are logged as `val_*`.
@@ -156,7 +156,7 @@ def train(
 
 
 def _load(source: SampleSource, step: PlannedStep, index: IndexBuilder, dtype: torch.dtype) -> PackedBatch:
-    return pack([source.get(i) for i in step.ranks[0]], index, dtype, step.epoch)
+    return pack([source.get(i) for i in step.batches[0]], index, dtype, step.epoch)
 
 
 def _truncate(path: Path, size: int) -> None:

@@ -114,7 +114,9 @@ def build(job: Job) -> None:
     setup = Setup(job.params["drafter"], training, seed, facts, tuple(source.states.layers[:-1]), embedding, head, kept)
     method: Method = KINDS[job.params["drafter"]["kind"]].part("training")(setup)
     drafter = method.drafter
-    plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"])
+    plan = plan_steps(
+        source.lengths, seed, training["epochs"], training["tokens_per_step"], training["batching"]
+    )
     batches = _validation_batches(
         held, training["tokens_per_step"], method.validation_index or method.index, settings.dtype
     )
@@ -146,7 +148,7 @@ def build(job: Job) -> None:
         steps=len(plan),
         samples=len(source.places),
         parameters=parameters,
-        tokens=int(sum(source.lengths[list(step.ranks[0])].sum() for step in plan)),
+        tokens=int(sum(source.lengths[list(step.batches[0])].sum() for step in plan)),
         estimated_acceptance_length=metrics["estimated_acceptance_length"],
         acc_0=metrics["acc_0"],
     )
@@ -191,7 +193,7 @@ def _validation_batches(
     held: StateSamples, tokens_per_step: int, index: IndexBuilder, dtype: torch.dtype
 ) -> list[PackedBatch]:
     plan = plan_epoch(held.lengths, 0, 0, tokens_per_step)
-    return [pack([held.get(i) for i in step.ranks[0]], index, dtype) for step in plan]
+    return [pack([held.get(i) for i in step.batches[0]], index, dtype) for step in plan]
 
 
 def _report(job: Job, report: Report) -> None:
