@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode, row_uniforms, surviving_rows
 from torchspec_core.decoding.draft import Committed, Proposal, TableDrafts, baseline_tables
+from torchspec_core.decoding.schedule import Dynamic
 from torchspec_core.decoding.target import CachedTarget, _by_length
 from torchspec_core.errors import UserError
 from torchspec_core.targets.facts import TargetFacts, facts_from_config
@@ -60,6 +61,7 @@ class Scripted:
     """Drafts made by `choose(context)` for each row; checks that contexts are handed over without gaps."""
 
     layers: tuple[int, ...] = ()
+    judging = False
 
     def __init__(self, prompts: list[list[int]], choose: Callable[[list[int], int], list[int]]) -> None:
         self.contexts = [list(prompt[:1]) for prompt in prompts]
@@ -74,7 +76,7 @@ class Scripted:
             assert int(committed.start[row]) == len(context) - 1
             context.extend(committed.tokens[row, : int(committed.counts[row])].tolist())
             out.append(self.choose(context, k))
-        return Proposal(torch.tensor(out))
+        return Proposal(torch.tensor(out), confidence=torch.ones(len(out), k) if self.judging else None)
 
     def keep(self, rows: torch.Tensor) -> None:
         self.contexts = [self.contexts[row] for row in rows.tolist()]
@@ -113,6 +115,23 @@ def test_greedy_text_is_the_targets_whatever_is_drafted(model: LlamaForCausalLM,
     # One wrong last token: exactly K - 1 accepted in every step.
     assert all(set(row.steps) == {K - 1} for row in results["adversarial"])
     assert any(len(set(row.steps)) == K + 1 for row in results["sometimes"])
+
+
+def test_dynamic_verification_changes_the_steps_and_not_the_text(
+    model: LlamaForCausalLM, target: CachedTarget
+) -> None:
+    numbers = np.random.default_rng(5)
+
+    def some(confidence: torch.Tensor) -> torch.Tensor:
+        assert confidence.shape[1] == K
+        return torch.from_numpy(numbers.integers(0, K + 1, size=len(confidence)))
+
+    drafts = Scripted(PROMPTS, lambda context, k: plain_greedy(model, context, k))
+    rows = run(target, drafts, dynamic=Dynamic(some))
+    assert [list(row.tokens) for row in rows] == [plain_greedy(model, prompt, 24) for prompt in PROMPTS]
+    # An oracle's drafts are all right: what was verified was accepted.
+    assert all(row.steps == row.verified for row in rows)
+    assert {n for row in rows for n in row.verified} == set(range(K + 1))
 
 
 def test_every_step_emits_its_accepted_tokens_and_one_more(model: LlamaForCausalLM, target: CachedTarget) -> None:

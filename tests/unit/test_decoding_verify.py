@@ -98,7 +98,9 @@ def _markov() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return logits, torch.from_numpy(nucleus), q / q.sum(1, keepdim=True)
 
 
-def _two_tokens(rows: int, reuse_noise: bool = False, rule: Any = verify_sampled) -> tuple[np.ndarray, float]:
+def _two_tokens(
+    rows: int, reuse_noise: bool = False, rule: Any = verify_sampled, limited: bool = False
+) -> tuple[np.ndarray, float]:
     """Counts [V, V] of the first two output tokens after root 0, and the acceptance rate of slot 1."""
     logits, _, q = _markov()
     numbers = np.random.default_rng(11)
@@ -113,7 +115,8 @@ def _two_tokens(rows: int, reuse_noise: bool = False, rule: Any = verify_sampled
             chain.append(draw(q[chain[-1]], u[:, slot]))
         context = torch.stack(chain, 1)
         accept = torch.cat([u[:, :K6], u[:, -1:]], 1) if reuse_noise else u[:, K6:]
-        verdict = rule(logits[context], context[:, 1:], q[context[:, :-1]], accept, 1.0, TOP_P)
+        limits = torch.from_numpy(numbers.integers(0, K6 + 1, size=rows)) if limited else None
+        verdict = rule(logits[context], context[:, 1:], q[context[:, :-1]], accept, 1.0, TOP_P, limits)
         first_rate = float((verdict.accepted > 0).double().mean()) if first_rate is None else first_rate
         tokens = torch.cat([context[:, 1:], last.unsqueeze(1)], 1)
         tokens.scatter_(1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1))
@@ -223,6 +226,13 @@ def test_chi_square_of_block_verification() -> None:
     assert first_rate > overlap - 4 * (overlap * (1 - overlap) / 30_000) ** 0.5
 
 
+@pytest.mark.parametrize("rule", [verify_sampled, verify_block])
+def test_chi_square_when_each_row_verifies_as_many_drafts_as_it_likes(rule: Any) -> None:
+    statistic, freedom, outside = _chi_square(_two_tokens(30_000, rule=rule, limited=True)[0])
+    assert outside == 0
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5
+
+
 def test_block_verification_accepts_all_of_a_perfect_drafter() -> None:
     p = torch.softmax(torch.from_numpy(np.random.default_rng(0).normal(size=(V6,))).float(), -1)
     numbers = torch.from_numpy(np.random.default_rng(1).random((2000, 5)))
@@ -253,6 +263,13 @@ def test_greedy_verification_accepts_the_matching_prefix_only() -> None:
     verdict = verify_greedy(logits, drafts)
     assert verdict.accepted.tolist() == [3, 2, 0, 1]
     assert verdict.following.tolist() == [2, 4, 3, 1]
+
+
+def test_greedy_verification_ends_at_a_rows_limit() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[3, 1, 4, 2]] * 4), 5).float()
+    verdict = verify_greedy(logits, torch.tensor([[3, 1, 4]] * 4), torch.tensor([0, 1, 2, 3]))
+    assert verdict.accepted.tolist() == [0, 1, 2, 3]
+    assert verdict.following.tolist() == [3, 1, 4, 2]
 
 
 @pytest.mark.parametrize("width", [4, 512])

@@ -31,7 +31,7 @@ TEMPLATE = (
 SETTINGS: dict[str, Any] = {
     "evaluation": {
         "prompts": 3, "sets": ["heldout", "gsm8k"], "max_new_tokens": NEW, "k": K, "temperature": 1.0, "top_p": 0.95,
-        "verification": "block", "dtype": "float32", "sampled_dtype": "bfloat16",
+        "verification": "block", "confidence_threshold": 0.0, "dtype": "float32", "sampled_dtype": "bfloat16",
     },
     "serving": {"vllm": False, "prompts": 3, "max_new_tokens": NEW, "dtype": "float32"},
     "run": {"seed": 0},
@@ -108,6 +108,21 @@ def job(folder: Path, inputs: dict[str, Path], **evaluation: Any) -> Job:
 def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     numbers = json.loads((folder / "evaluation.json").read_text())
     return numbers, [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+
+
+def test_a_confidence_threshold_verifies_less_and_changes_no_greedy_text(
+    inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    stage.build(job(tmp_path / "all", inputs, sets=["heldout"]))
+    stage.build(job(tmp_path / "some", inputs, sets=["heldout"], confidence_threshold=0.42))
+    (numbers, samples), (_, every) = results(tmp_path / "some"), results(tmp_path / "all")
+    greedy = [row for row in samples if row["mode"] == "greedy"]
+    assert [row["text"] for row in greedy] == [row["text"] for row in every if row["mode"] == "greedy"]
+    verified = [n for row in greedy for n in row["verified"]]
+    assert min(verified) < K
+    assert all(a <= n <= K for row in greedy for a, n in zip(row["steps"], row["verified"], strict=True))
+    accepted = sum(sum(row["steps"]) + row["after_end"] for row in greedy)
+    assert numbers["heldout.greedy.rejected_share"] == pytest.approx(1 - accepted / max(sum(verified), 1))
 
 
 def test_every_set_and_mode_is_measured_and_the_numbers_agree_with_the_samples(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from torchspec_core.decoding.draft import Committed, Proposal
+from torchspec_core.decoding.draft import Committed, Proposal, peak, stacked
 from torchspec_core.decoding.verify import draw
 from torchspec_core.drafters.dflash import BlockDrafter
 from torchspec_core.drafters.slots import Tables
@@ -30,6 +30,7 @@ class BlockDrafts:
         self.tables = tables
         mask = tables.embedding[drafter.config.mask_token_id]
         self.mask = mask.view(1, 1, -1)
+        self.judging = False
 
     def start(self, rows: int, capacity: int) -> None:
         self.caches = self.drafter.new_cache(rows, capacity)
@@ -51,8 +52,14 @@ class BlockDrafts:
         hidden = self.drafter.draft(embeds, committed.start + committed.counts, self.caches)
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
+        peaks: list[Tensor] = []
+        confidences: list[Tensor] = []
         for slot in range(k):
             scores, ids = self.drafter.scores(hidden[:, slot], previous, self.tables)
+            if self.judging:
+                peaks.append(peak(scores, temperature))
+                if self.config.markov_rank is not None:
+                    confidences.append(self.drafter.confidence(hidden[:, slot], previous))
             if u is None:
                 chosen = scores.argmax(dim=-1)
             else:
@@ -63,7 +70,8 @@ class BlockDrafts:
                 )
             previous = chosen if ids is None else ids.gather(1, chosen.unsqueeze(1)).squeeze(1)
             tokens.append(previous)
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None)
+        q, confidence, highest = (stacked(parts) if parts else None for parts in (laws, confidences, peaks))
+        return Proposal(stacked(tokens), q, confidence, highest)
 
     def keep(self, rows: Tensor) -> None:
         self.caches = [replace(cache, k=cache.k[rows], v=cache.v[rows]) for cache in self.caches]

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchspec_core.decoding.draft import Committed, Drafts
+from torchspec_core.decoding.draft import Committed, Drafts, Proposal
+from torchspec_core.decoding.schedule import Dynamic
 from torchspec_core.decoding.target import CachedTarget
 from torchspec_core.decoding.verify import Verdict, distribution, draw, verify_block, verify_greedy, verify_sampled
 
@@ -48,6 +49,7 @@ class Decoded:
     """One row's result.
 
     tokens: the new tokens, the end-of-sequence token included. steps: accepted drafts of each verification step.
+    verified: drafts that were verified in each step, K unless verification is dynamic.
     after_end: drafts of the last step that were accepted after an end-of-sequence token; not in `steps`.
     """
 
@@ -56,6 +58,7 @@ class Decoded:
     finish: Literal["stop", "length"]
     steps: tuple[int, ...]
     after_end: int
+    verified: tuple[int, ...] = ()
 
 
 class _Row:
@@ -66,6 +69,7 @@ class _Row:
         self.length = len(prompt)  # positions whose token is known; the newest token sits at length - 1
         self.tokens: list[int] = []
         self.steps: list[int] = []
+        self.verified: list[int] = []
         self.after_end = 0
         self.finish: Literal["stop", "length"] | None = None
 
@@ -86,7 +90,8 @@ class _Row:
 
     def result(self) -> Decoded:
         assert self.finish is not None
-        return Decoded(self.key, tuple(self.tokens), self.finish, tuple(self.steps), self.after_end)
+        steps, verified = tuple(self.steps), tuple(self.verified)
+        return Decoded(self.key, tuple(self.tokens), self.finish, steps, self.after_end, verified)
 
 
 def row_uniforms(seed: int, key: str, steps: int, width: int) -> np.ndarray:
@@ -114,12 +119,14 @@ def decode(
     eos: Sequence[int] = (),
     sampling: Sampling = Sampling(),
     seed: int = 0,
+    dynamic: Dynamic | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Decoded]:
     """Continue `prompts` (token ids) by at most `max_new_tokens` each, drafting `k` tokens a step; results in the
     order given.
 
     `drafts` None decodes plainly, one token a step. `keys` name the rows and seed their randomness.
+    `dynamic` verifies as many of the drafts as it finds worth it; none verifies all.
     `progress` is called with (rows finished, new tokens so far) after each step.
     """
     k = k if drafts is not None else 0
@@ -134,6 +141,7 @@ def decode(
         else torch.from_numpy(np.stack([row_uniforms(seed, key, max_new_tokens + 1, 2 * k + 1) for key in keys]))
     )
     if drafts is not None:
+        drafts.judging = dynamic is not None
         drafts.start(len(rows), capacity)
 
     read = target.prefill(prompts, capacity)
@@ -175,6 +183,7 @@ def decode(
             max_new_tokens,
             sampling,
             None if uniforms is None else uniforms[:, step],
+            dynamic,
         )
 
 
@@ -194,30 +203,40 @@ def _step(
     limit: int,
     sampling: Sampling,
     u: Tensor | None,
+    dynamic: Dynamic | None,
 ) -> Committed:
     """Draft, verify and commit once for all live rows; what became certain."""
     root = committed.last.unsqueeze(1)
-    drafted, q = root[:, :0], None
+    proposal, limits = Proposal(root[:, :0]), None
     if drafts is not None:
         draw_drafts = u is not None and sampling.drafting == "probabilistic"
         proposal = drafts.propose(
             committed, k, sampling.temperature, u[:, :k] if u is not None and draw_drafts else None
         )
-        drafted, q = proposal.tokens, proposal.q
+        if dynamic is not None:
+            limits = dynamic.limits(proposal)
+    # The longest schedule sets the width that the target reads; what a row does not want verified is ignored there.
+    width = k if limits is None else int(limits.max())
+    drafted, q = proposal.tokens[:, :width], None if proposal.q is None else proposal.q[:, :width]
     start = torch.tensor([row.length - 1 for row in live])
-    read = target.verify(torch.cat([root, drafted], dim=1), start.unsqueeze(1) + torch.arange(k + 1))
+    read = target.verify(torch.cat([root, drafted], dim=1), start.unsqueeze(1) + torch.arange(width + 1))
     verdict: Verdict
     if u is None:
-        verdict = verify_greedy(read.logits, drafted)
+        verdict = verify_greedy(read.logits, drafted, limits)
     else:
         verify = verify_block if sampling.verification == "block" and drafts is not None else verify_sampled
-        verdict = verify(read.logits, drafted, q, u[:, k:], sampling.temperature, sampling.top_p)
+        judge = torch.cat((u[:, k : k + width], u[:, 2 * k :]), dim=1)
+        verdict = verify(read.logits, drafted, q, judge, sampling.temperature, sampling.top_p, limits)
+    if dynamic is not None and limits is not None:
+        dynamic.observe(proposal, verdict.accepted, limits)
     tokens = torch.cat([drafted, root], dim=1).scatter_(
         1, verdict.accepted.unsqueeze(1), verdict.following.unsqueeze(1)
     )
-    for row, accepted, chain in zip(live, verdict.accepted.tolist(), tokens.tolist(), strict=True):
+    counts = [width] * len(live) if limits is None else limits.tolist()
+    for row, accepted, verified, chain in zip(live, verdict.accepted.tolist(), counts, tokens.tolist(), strict=True):
         emitted = row.commit(chain[: accepted + 1], ends, limit)
         if drafts is not None:
             row.steps.append(min(accepted, emitted))
+            row.verified.append(verified)
             row.after_end = accepted - row.steps[-1]
     return Committed(read.states, tokens, start, verdict.accepted + 1)

@@ -50,18 +50,27 @@ class Committed:
 
 @dataclass(frozen=True)
 class Proposal:
-    """tokens: [B, K] int64 drafted, target ids. q: [B, K, V] fp32, the law each was drawn from; None = chosen
-    greedily.
+    """What was drafted.
+
+    tokens: [B, K] int64, target ids. q: [B, K, V] fp32, the law each was drawn from; None = chosen greedily.
+    confidence: [B, K], a trained estimate that each is accepted if those before it were; None = the drafter has none.
+    peak: [B, K], the largest probability of each slot's law. Both are made only for a drafter that is `judging`, and
+    depend on the tokens before a slot, never on the slot's own token.
     """
 
     tokens: Tensor
     q: Tensor | None = None
+    confidence: Tensor | None = None
+    peak: Tensor | None = None
 
 
 class Drafts(Protocol):
-    """A drafter with its own cache. `layers` are the canonical ids whose states it wants side by side."""
+    """A drafter with its own cache. `layers` are the canonical ids whose states it wants side by side; `judging` makes
+    its proposals carry what dynamic verification reads.
+    """
 
     layers: tuple[int, ...]
+    judging: bool
 
     def start(self, rows: int, capacity: int) -> None:
         """Forget everything; the next batch has `rows` rows of at most `capacity` positions."""
@@ -73,6 +82,16 @@ class Drafts(Protocol):
         """Row i becomes what row `rows[i]` was; the batch shrinks to len(rows)."""
 
 
+def peak(scores: Tensor, temperature: float) -> Tensor:
+    """Largest probability [N] of softmax(scores[N, C] / temperature); greedy drafts (temperature 0) are judged at 1."""
+    return torch.softmax(scores.float() / (temperature or 1.0), dim=-1).amax(dim=-1)
+
+
+def stacked(slots: list[Tensor]) -> Tensor:
+    """One tensor a slot [N, ...] to [N, K, ...]."""
+    return torch.stack(slots, dim=1)
+
+
 class Eagle3Chain:
     """An EAGLE-3 drafter drafting a chain.
 
@@ -82,6 +101,7 @@ class Eagle3Chain:
     def __init__(self, drafter: Eagle3Drafter, embedding: Tensor, d2t: Tensor | None = None) -> None:
         self.drafter = drafter.eval()
         self.layers = tuple(drafter.config.aux_layers)
+        self.judging = False
         self.embedding = embedding
         self.vocab_size = embedding.shape[0]
         self.ids = None if d2t is None else d2t + torch.arange(len(d2t))
@@ -94,12 +114,15 @@ class Eagle3Chain:
         position = committed.start + committed.counts - 1
         tokens: list[Tensor] = []
         laws: list[Tensor] = []
+        peaks: list[Tensor] = []
         for step in range(k):
             if step:
                 embeds = self.embedding[tokens[-1]].unsqueeze(1)
                 before = self.drafter.feedback(out).unsqueeze(1)
                 out = self.drafter.step(before, embeds, (position + step).unsqueeze(1), self.cache)[:, 0]
             logits = self.drafter.logits(out)
+            if self.judging:
+                peaks.append(peak(logits, temperature))
             if u is None:
                 drafted = logits.argmax(dim=-1)
             else:
@@ -107,7 +130,7 @@ class Eagle3Chain:
                 drafted = draw(law, u[:, step])
                 laws.append(self._widen(law))
             tokens.append(drafted if self.ids is None else self.ids[drafted])
-        return Proposal(torch.stack(tokens, dim=1), torch.stack(laws, dim=1) if laws else None)
+        return Proposal(stacked(tokens), stacked(laws) if laws else None, None, stacked(peaks) if peaks else None)
 
     def keep(self, rows: Tensor) -> None:
         self.cache = replace(self.cache, k=self.cache.k[rows], v=self.cache.v[rows])
@@ -142,6 +165,7 @@ class TableDrafts:
 
     def __init__(self, table: Tensor) -> None:
         self.table = table
+        self.judging = False
 
     def start(self, rows: int, capacity: int) -> None:
         pass
@@ -150,7 +174,8 @@ class TableDrafts:
         tokens = [committed.last]
         for _ in range(k):
             tokens.append(self.table[tokens[-1]])
-        return Proposal(torch.stack(tokens[1:], dim=1))
+        certain = torch.ones(len(tokens[0]), k) if self.judging else None
+        return Proposal(stacked(tokens[1:]), peak=certain)
 
     def keep(self, rows: Tensor) -> None:
         pass

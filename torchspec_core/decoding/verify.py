@@ -74,27 +74,36 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return (p - q).clamp_(min=0.0)
 
 
-def verify_greedy(logits: Tensor, drafts: Tensor) -> Verdict:
+def verify_greedy(logits: Tensor, drafts: Tensor, limits: Tensor | None = None) -> Verdict:
     """Verify `drafts[B, K]` int64 at temperature zero; `logits[B, K+1, V]` are the target's after the root and each
-    draft.
+    draft. limits: [B] int64, how many leading drafts count (all of them).
 
     A draft is accepted while it equals the target's argmax; the following token is the argmax after the last accepted
     one.
     """
     best = logits.argmax(dim=-1)
     matches = (best[:, :-1] == drafts).long()
+    if limits is not None:
+        matches = matches * (torch.arange(drafts.shape[1], device=drafts.device) < limits.unsqueeze(1))
     accepted = matches.cumprod(dim=-1).sum(dim=-1)
     return Verdict(accepted, best.gather(1, accepted.unsqueeze(1)).squeeze(1))
 
 
 def verify_sampled(
-    logits: Tensor, drafts: Tensor, q: Tensor | None, u: Tensor, temperature: float, top_p: float = 1.0
+    logits: Tensor,
+    drafts: Tensor,
+    q: Tensor | None,
+    u: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    limits: Tensor | None = None,
 ) -> Verdict:
     """Verify `drafts[B, K]` int64 against the target at `temperature` > 0 and `top_p`.
 
     logits: [B, K+1, V], the target's, after the root and after each draft.
     q: [B, K, V] fp32, the law each draft was drawn from; None = drafted greedily, Q puts all on the draft.
     u: [B, K+1] uniform in [0, 1): K to accept, the last to draw the following token.
+    limits: [B] int64, how many leading drafts of each row count (all of them); the rest was never proposed.
 
     Slots are worked through in order on the rows still alive: P is made only where it can matter, which is what a sort
     of the vocabulary costs most.
@@ -104,6 +113,11 @@ def verify_sampled(
     following = torch.zeros_like(accepted)
     alive = torch.arange(rows, device=drafts.device)
     for slot in range(slots):
+        if limits is not None:
+            ended = alive[limits[alive] == slot]
+            if len(ended):
+                following[ended] = draw(distribution(logits[ended, slot], temperature, top_p), u[ended, slots])
+                alive = alive[limits[alive] != slot]
         p = distribution(logits[alive, slot], temperature, top_p)
         token = drafts[alive, slot].unsqueeze(1)
         q_slot = torch.zeros_like(p).scatter_(1, token, 1.0) if q is None else q[alive, slot]
@@ -122,34 +136,43 @@ def verify_sampled(
 
 
 def verify_block(
-    logits: Tensor, drafts: Tensor, q: Tensor | None, u: Tensor, temperature: float, top_p: float = 1.0
+    logits: Tensor,
+    drafts: Tensor,
+    q: Tensor | None,
+    u: Tensor,
+    temperature: float,
+    top_p: float = 1.0,
+    limits: Tensor | None = None,
 ) -> Verdict:
     """`verify_sampled` by block verification (arXiv 2403.10444): the same output law, and never fewer accepted drafts.
 
     Slots are not judged one by one. The prefix of i drafts carries pi_i = min(pi_{i-1} P_i(x_i) / Q_i(x_i), 1), and the
     longest prefix that passes its own test u_i <= h_i is kept, where s_i = sum max(pi_i P_{i+1} - Q_{i+1}, 0),
     h_i = s_i / (s_i + 1 - pi_i) for i < K and h_K = pi_K. The next token comes from max(pi_i P_{i+1} - Q_{i+1}, 0).
+    A row's own limit takes the place of K.
     """
     rows, slots = drafts.shape
     every = torch.arange(rows, device=drafts.device)
     p = distribution(logits.flatten(0, 1), temperature, top_p).unflatten(0, (rows, slots + 1))
     if q is None:
         q = torch.zeros_like(p[:, :slots]).scatter_(2, drafts.unsqueeze(2), 1.0)
+    last = torch.full((rows, 1), slots, device=drafts.device) if limits is None else limits.unsqueeze(1)
     weight = torch.ones(rows, 1, dtype=p.dtype, device=p.device)
     accepted = torch.zeros(rows, dtype=torch.int64, device=drafts.device)
-    left = residual(p[:, 0], q[:, 0])
+    # Where no draft counts the next token comes from P itself, as it does after a row's last draft.
+    left = torch.where(last > 0, residual(p[:, 0], q[:, 0]), p[:, 0]) if slots else p[:, 0]
     for slot in range(slots):
         token = drafts[:, slot].unsqueeze(1)
         drawn = q[:, slot].gather(1, token)
         # A drafted token has Q > 0; the floor only keeps a caller's zero from making NaN.
         weight = (weight * p[:, slot].gather(1, token) / drawn.clamp(min=1e-30)).clamp(max=1.0)
+        rest, bound = p[:, slot + 1], weight
         if slot + 1 < slots:
-            rest = residual(weight * p[:, slot + 1], q[:, slot + 1])
-            mass = rest.sum(dim=1, keepdim=True)
-            bound = mass / (mass + 1.0 - weight).clamp(min=1e-30)
-        else:
-            rest, bound = p[:, slots], weight
-        passed = u[:, slot].unsqueeze(1) < bound
+            over = residual(weight * p[:, slot + 1], q[:, slot + 1])
+            mass = over.sum(dim=1, keepdim=True)
+            rest = torch.where(last == slot + 1, rest, over)
+            bound = torch.where(last == slot + 1, bound, mass / (mass + 1.0 - weight).clamp(min=1e-30))
+        passed = (u[:, slot].unsqueeze(1) < bound) & (slot < last)
         accepted = torch.where(passed.squeeze(1), slot + 1, accepted)
         left = torch.where(passed, rest, left)
     # Nothing is left over only where P equals Q up to rounding; P itself is then the law.

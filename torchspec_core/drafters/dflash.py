@@ -323,6 +323,10 @@ class BlockDrafter(nn.Module):
             return unary + self.markov_head.markov_w2(self.markov_head.features(previous)), None
         return unary, None
 
+    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
+        """DSpark's estimate [N] that the draft of a slot with hidden [N, H] is accepted after `previous` [N]."""
+        return torch.sigmoid(self.confidence_head(hidden, self.markov_head.features(previous)).float())
+
 
 def _training_attention(
     attention: NormedAttention,

@@ -22,6 +22,7 @@ from torchspec_core.data.render import Renderer, load_renderer
 from torchspec_core.data.tokenset import TokenSet
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode
 from torchspec_core.decoding.draft import Drafts, baseline_tables
+from torchspec_core.decoding.schedule import AcceptanceEstimator, Dynamic, below_threshold
 from torchspec_core.decoding.target import CachedTarget, load_target
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation.drafts import open_export
@@ -68,6 +69,7 @@ def build(job: Job) -> None:
         f"meta.{SAMPLED}.drafting": "probabilistic",
         f"meta.{SAMPLED}.verification": evaluation["verification"],
         "meta.max_new_tokens": evaluation["max_new_tokens"],
+        "meta.confidence_threshold": evaluation["confidence_threshold"],
         "meta.definition": "1 + accepted drafts per verification step, bonus token included; slots are unconditional",
     }
     for (name, mode), done in rows.items():
@@ -75,6 +77,7 @@ def build(job: Job) -> None:
         numbers |= {
             f"{name}.{mode}.prompts": len(done),
             f"{name}.{mode}.tokens": sum(len(row["tokens"]) for row in done),
+            f"{name}.{mode}.rejected_share": rejected_share(done),
         }
     greedy = rows.get((SERVED_SET, GREEDY), [])
     if greedy:
@@ -177,6 +180,7 @@ class _Work:
                 eos=self.facts.eos_token_ids,
                 sampling=sampling,
                 seed=run["seed"],
+                dynamic=_dynamic(settings),
                 progress=report,
             )
             rows += [self._row(name, mode, prompt, result) for prompt, result in zip(batch, decoded, strict=True)]
@@ -192,9 +196,27 @@ class _Work:
             "finish": result.finish,
             "steps": result.steps,
             "after_end": result.after_end,
+            "verified": result.verified,
             "tokens": result.tokens,
             "prompt_ids": prompt.token_ids,
         }
+
+
+def _dynamic(settings: dict[str, Any]) -> Dynamic | None:
+    """The recipe's dynamic verification; an estimator starts anew with each batch."""
+    threshold = settings["confidence_threshold"]
+    if not threshold:
+        return None
+    return Dynamic(lambda confidence: below_threshold(confidence, threshold), AcceptanceEstimator(settings["k"]))
+
+
+def rejected_share(rows: Iterable[dict[str, Any]]) -> float:
+    """Share of the verified drafts that were refused: what verification spent in vain."""
+    verified = accepted = 0
+    for row in rows:
+        verified += sum(row["verified"])
+        accepted += sum(row["steps"]) + row["after_end"]
+    return 1.0 - accepted / max(verified, 1)
 
 
 def _baselines(job: Job, facts: TargetFacts, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -246,7 +268,12 @@ def _served(job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         f"{prefix}.vllm_prompts": len(chosen),
         f"{prefix}.vllm_text_equal": sum(equal) / len(equal),
         f"{prefix}.vllm_text_as_decoder": sum(same) / len(same),
-        f"{prefix}.decoder_acceptance_length_as_vllm": ours.length,
+        # vLLM verifies every draft here, so only a run of ours that does too can stand beside it.
+        **(
+            {}
+            if job.params["evaluation"]["confidence_threshold"]
+            else {f"{prefix}.decoder_acceptance_length_as_vllm": ours.length}
+        ),
         f"{prefix}.vllm_seconds": values["seconds"],
         f"{prefix}.vllm_plain_seconds": values["plain_seconds"],
         "meta.vllm.dtype": serving["dtype"],
