@@ -119,6 +119,7 @@ SIDES = {
     "evaluation.temperature": "identity",
     "evaluation.top_p": "identity",
     "evaluation.verification": "identity",
+    "evaluation.dynamic": "identity",
     "evaluation.confidence_threshold": "identity",
     "evaluation.dtype": "identity",
     "evaluation.sampled_dtype": "identity",

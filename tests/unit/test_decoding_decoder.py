@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode, row_uniforms, surviving_rows
 from torchspec_core.decoding.draft import Committed, Proposal, TableDrafts, baseline_tables
-from torchspec_core.decoding.schedule import Dynamic
+from torchspec_core.decoding.schedule import Dynamic, measure_step_cost
 from torchspec_core.decoding.target import CachedTarget, _by_length
 from torchspec_core.errors import UserError
 from torchspec_core.targets.facts import TargetFacts, facts_from_config
@@ -285,3 +285,9 @@ def test_baseline_tables_by_hand() -> None:
     assert tables["unigram"].tolist() == [5] * 10
     assert tables["bigram"].tolist() == [5, 5, 5, 5, 5, 5, 5, 5, 5, 7]  # 5>6 and 5>5 tie: the smaller id
     assert tables["repeat"].tolist() == list(range(10))
+
+
+def test_step_costs_are_measured_for_every_width(target: CachedTarget) -> None:
+    cost = measure_step_cost(target, rows=3, k=2, context=8, repeats=1)
+    assert cost.tokens == (3, 6, 9)
+    assert min(cost.seconds) > 0

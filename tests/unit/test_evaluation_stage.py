@@ -16,6 +16,7 @@ from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchspec_core.data import tokens
+from torchspec_core.decoding.schedule import StepCost
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.errors import UserError
@@ -31,7 +32,8 @@ TEMPLATE = (
 SETTINGS: dict[str, Any] = {
     "evaluation": {
         "prompts": 3, "sets": ["heldout", "gsm8k"], "max_new_tokens": NEW, "k": K, "temperature": 1.0, "top_p": 0.95,
-        "verification": "block", "confidence_threshold": 0.0, "dtype": "float32", "sampled_dtype": "bfloat16",
+        "verification": "block", "dynamic": "none", "confidence_threshold": 0.42,
+        "dtype": "float32", "sampled_dtype": "bfloat16",
     },
     "serving": {"vllm": False, "prompts": 3, "max_new_tokens": NEW, "dtype": "float32"},
     "run": {"seed": 0},
@@ -110,11 +112,14 @@ def results(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return numbers, [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-def test_a_confidence_threshold_verifies_less_and_changes_no_greedy_text(
-    inputs: dict[str, Path], tmp_path: Path
+@pytest.mark.parametrize("rule", ["threshold", "scheduler"])
+def test_dynamic_verification_verifies_less_and_changes_no_greedy_text(
+    inputs: dict[str, Path], tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A step that costs in proportion to its tokens: the scheduler must not verify everything.
+    monkeypatch.setattr(stage, "measure_step_cost", lambda target, rows, k: StepCost((1, 100), (0.01, 1.0)))
     stage.build(job(tmp_path / "all", inputs, sets=["heldout"]))
-    stage.build(job(tmp_path / "some", inputs, sets=["heldout"], confidence_threshold=0.42))
+    stage.build(job(tmp_path / "some", inputs, sets=["heldout"], dynamic=rule))
     (numbers, samples), (_, every) = results(tmp_path / "some"), results(tmp_path / "all")
     greedy = [row for row in samples if row["mode"] == "greedy"]
     assert [row["text"] for row in greedy] == [row["text"] for row in every if row["mode"] == "greedy"]

@@ -266,13 +266,13 @@ class EvaluationSection(Section):
     verification: Literal["standard", "block"] = Identity(
         "standard", description="Rule of the sampled runs; both are lossless, `block` accepts at least as much."
     )
-    confidence_threshold: float = Identity(
-        0.0,
-        ge=0.0,
-        lt=1.0,
-        description="Verify the drafts before the first whose confidence is lower; 0 verifies all. The confidence is "
-        "DSpark's own, else an estimate from the draft's probabilities.",
+    dynamic: Literal["none", "threshold", "scheduler"] = Identity(
+        "none",
+        description="Verify every draft; those before the first whose confidence is below `confidence_threshold`; or "
+        "as many as pay by the measured cost of a step. Confidence is DSpark's own, else estimated from the draft's "
+        "probabilities.",
     )
+    confidence_threshold: float = Identity(0.5, gt=0.0, lt=1.0)
     dtype: Literal["bfloat16", "float32"] = Identity("float32", description="Of the greedy runs.")
     sampled_dtype: Literal["bfloat16", "float32"] = Identity("bfloat16", description="Of the sampled runs.")
     batch_size: int = Runtime(40, gt=0)

@@ -10,6 +10,8 @@ Shape legend: R rows (requests), K drafts a row. A schedule is [R] int64, the le
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchspec_core.decoding.draft import Proposal
+from torchspec_core.decoding.target import CachedTarget
 
 _REFIT_STEPS, _RIDGE, _DAMPING, _NEWTON_STEPS = 100, 1e-3, 50.0, 8
 
@@ -33,6 +36,22 @@ class StepCost:
     def rate(self, tokens: int) -> float:
         """Steps a second; linear between the measured points, the nearest one outside them."""
         return 1.0 / float(np.interp(tokens, self.tokens, self.seconds))
+
+
+def measure_step_cost(target: CachedTarget, rows: int, k: int, context: int = 64, repeats: int = 5) -> StepCost:
+    """Median seconds of this target's steps over `rows` rows that verify 0..k drafts each, after `context` tokens."""
+    target.prefill([[0] * context] * rows, context + k + 1)
+    seconds = []
+    for width in range(1, k + 2):
+        tokens = torch.zeros(rows, width, dtype=torch.int64)
+        positions = torch.arange(context, context + width).expand(rows, -1)
+        times = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            target.verify(tokens, positions)
+            times.append(time.perf_counter() - began)
+        seconds.append(statistics.median(times))
+    return StepCost(tuple(rows * width for width in range(1, k + 2)), tuple(seconds))
 
 
 def below_threshold(confidence: Tensor, threshold: float) -> Tensor:

@@ -22,7 +22,14 @@ from torchspec_core.data.render import Renderer, load_renderer
 from torchspec_core.data.tokenset import TokenSet
 from torchspec_core.decoding.decoder import Decoded, Sampling, decode
 from torchspec_core.decoding.draft import Drafts, baseline_tables
-from torchspec_core.decoding.schedule import AcceptanceEstimator, Dynamic, below_threshold
+from torchspec_core.decoding.schedule import (
+    AcceptanceEstimator,
+    Dynamic,
+    StepCost,
+    below_threshold,
+    early_stop,
+    measure_step_cost,
+)
 from torchspec_core.decoding.target import CachedTarget, load_target
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation.drafts import open_export
@@ -69,7 +76,7 @@ def build(job: Job) -> None:
         f"meta.{SAMPLED}.drafting": "probabilistic",
         f"meta.{SAMPLED}.verification": evaluation["verification"],
         "meta.max_new_tokens": evaluation["max_new_tokens"],
-        "meta.confidence_threshold": evaluation["confidence_threshold"],
+        "meta.dynamic": evaluation["dynamic"],
         "meta.definition": "1 + accepted drafts per verification step, bonus token included; slots are unconditional",
     }
     for (name, mode), done in rows.items():
@@ -158,6 +165,18 @@ class _Work:
             self._loaded = dtype, target, opened.attach(target)
         return self._loaded[1:]
 
+    def _dynamic(self, target: CachedTarget, rows: int) -> Dynamic | None:
+        """The recipe's dynamic verification for a batch; an estimator starts anew with each."""
+        settings = self.job.params["evaluation"]
+        if settings["dynamic"] == "none":
+            return None
+        threshold, k = settings["confidence_threshold"], settings["k"]
+        if settings["dynamic"] == "threshold":
+            return Dynamic(lambda confidence: below_threshold(confidence, threshold), AcceptanceEstimator(k))
+        cost: StepCost = measure_step_cost(target, rows, k)
+        _log.info("seconds of a step by verified tokens: %s", dict(zip(cost.tokens, cost.seconds, strict=True)))
+        return Dynamic(lambda confidence: early_stop(confidence, cost.rate), AcceptanceEstimator(k))
+
     def _decode(self, name: str, mode: str, prompts: Sequence[Prompt], sampling: Sampling) -> list[dict[str, Any]]:
         settings, run = self.job.params["evaluation"], self.job.params["run"]
         target, drafts = self._load(settings["dtype" if sampling.greedy else "sampled_dtype"])
@@ -180,7 +199,7 @@ class _Work:
                 eos=self.facts.eos_token_ids,
                 sampling=sampling,
                 seed=run["seed"],
-                dynamic=_dynamic(settings),
+                dynamic=self._dynamic(target, len(batch)),
                 progress=report,
             )
             rows += [self._row(name, mode, prompt, result) for prompt, result in zip(batch, decoded, strict=True)]
@@ -200,14 +219,6 @@ class _Work:
             "tokens": result.tokens,
             "prompt_ids": prompt.token_ids,
         }
-
-
-def _dynamic(settings: dict[str, Any]) -> Dynamic | None:
-    """The recipe's dynamic verification; an estimator starts anew with each batch."""
-    threshold = settings["confidence_threshold"]
-    if not threshold:
-        return None
-    return Dynamic(lambda confidence: below_threshold(confidence, threshold), AcceptanceEstimator(settings["k"]))
 
 
 def rejected_share(rows: Iterable[dict[str, Any]]) -> float:
@@ -271,7 +282,7 @@ def _served(job: Job, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         # vLLM verifies every draft here, so only a run of ours that does too can stand beside it.
         **(
             {}
-            if job.params["evaluation"]["confidence_threshold"]
+            if job.params["evaluation"]["dynamic"] != "none"
             else {f"{prefix}.decoder_acceptance_length_as_vllm": ours.length}
         ),
         f"{prefix}.vllm_seconds": values["seconds"],
