@@ -25,6 +25,7 @@ class Kind:
         architectures: `architectures[0]` of its exported config, the one that is written first.
         training: (training.method.Setup) -> training.method.Method.
         checkpoint: (drafter folder, target folder, vocabulary folder) -> export.checkpoint.Checkpoint.
+        objective: fields of the recipe's `training` section that only it and kinds that name them too read.
         blocks: drafts a block in one pass (mask token, block size), not a chain.
         drafts: (export folder, dtype, TargetFacts) -> evaluation.drafts.Opened.
     """
@@ -35,6 +36,7 @@ class Kind:
     training: str
     checkpoint: str
     drafts: str
+    objective: frozenset[str]
     blocks: bool = False
 
     def part(self, name: str) -> Any:
@@ -43,7 +45,10 @@ class Kind:
         return getattr(importlib.import_module(module), function)
 
 
-def _block_kind(name: str, method: str, architecture: str) -> Kind:
+_TEXT = frozenset({"block_weighting", "dpace_alpha", "dflash_l1_weight"})
+
+
+def _block_kind(name: str, method: str, architecture: str, objective: frozenset[str]) -> Kind:
     return Kind(
         name,
         method,
@@ -51,6 +56,7 @@ def _block_kind(name: str, method: str, architecture: str) -> Kind:
         "torchspec_core.training.dflash:block_method",
         "torchspec_core.export.dflash:block_checkpoint",
         "torchspec_core.evaluation.drafts:open_blocks",
+        objective,
         blocks=True,
     )
 
@@ -70,10 +76,16 @@ KINDS: Mapping[str, Kind] = {
             "torchspec_core.training.eagle3:eagle3_method",
             "torchspec_core.export.checkpoint:eagle3_checkpoint",
             "torchspec_core.evaluation.drafts:open_eagle3",
+            frozenset({"loss", "lk_eta"}),
         ),
-        _block_kind("dflash", "dflash", "DFlashDraftModel"),
-        _block_kind("dflash2", "dflash", "DFlash2DraftModel"),
-        _block_kind("dspark", "dspark", "Qwen3DSparkModel"),
+        _block_kind("dflash", "dflash", "DFlashDraftModel", _TEXT),
+        _block_kind("dflash2", "dflash", "DFlash2DraftModel", _TEXT | {"selector_weight", "selector_stop_gradient"}),
+        _block_kind(
+            "dspark",
+            "dspark",
+            "Qwen3DSparkModel",
+            frozenset({"cross_entropy_weight", "l1_weight", "confidence_weight", "confidence_stop_gradient"}),
+        ),
     )
 }
 DEFAULT = "eagle3"

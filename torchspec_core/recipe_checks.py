@@ -58,17 +58,13 @@ def check_fields(recipe: Recipe) -> None:
         f"training.warmup={training.warmup:g} and training.decay={training.decay:g} are more than all steps together: "
         "lower one of them",
     )
+    strided = (training.anchor_sampling or ("uniform" if blocks else "strided")) == "strided"
     _refuse(
-        training.anchor_max_gap is not None
-        and (training.anchors is None or blocks or training.anchor_sampling != "strided"),
-        "training.anchor_max_gap is for strided anchors of an eagle3: set training.anchors and "
-        "training.anchor_sampling=strided, or leave it out",
+        training.anchor_max_gap is not None and not (strided and (blocks or training.anchors is not None)),
+        "training.anchor_max_gap is for strided anchors: set training.anchors and training.anchor_sampling=strided, or "
+        "leave it out",
     )
-    _refuse(
-        blocks and training.anchor_sampling != "strided",
-        f"training.anchor_sampling is for drafter.kind eagle3; a {recipe.drafter.kind} draws its blocks uniformly "
-        "anyway: leave it out",
-    )
+    _check_objective(recipe)
     _check_forms(recipe.drafter)
     sets = recipe.evaluation.sets
     _refuse(
@@ -82,6 +78,17 @@ def check_fields(recipe: Recipe) -> None:
     )
 
     _check_block(recipe)
+
+
+def _check_objective(recipe: Recipe) -> None:
+    """Fields of `training` that only some kinds read."""
+    mine = KINDS[recipe.drafter.kind]
+    for name, field in type(recipe.training).model_fields.items():
+        kinds = [kind.name for kind in KINDS.values() if name in kind.objective]
+        _refuse(
+            bool(kinds) and name not in mine.objective and getattr(recipe.training, name) != field.default,
+            f"training.{name} is for drafter.kind {' or '.join(kinds)}, not for {mine.name}: leave it out",
+        )
 
 
 def _check_block(recipe: Recipe) -> None:

@@ -25,6 +25,7 @@ from torchspec_core.errors import UserError
 from torchspec_core.evaluation import acceptance
 from torchspec_core.export import checkpoint
 from torchspec_core.export.dflash import load_blocks
+from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.blocks import block_index
 from torchspec_core.objectives.dflash import BlockTeacher, block_loss
 from torchspec_core.objectives.result import LossResult
@@ -97,11 +98,13 @@ def test_the_walk_from_states_to_acceptance(kind: str, inputs: dict[str, Path], 
     run(acceptance, "evaluation", ("target", "prompts", "tokens", "export"))
 
     steps = [json.loads(line) for line in (folders["drafter"] / "metrics.jsonl").open()]
-    extras = {"dflash": set(), "dflash2": {"selector_loss", "recall_4"}, "dspark": {"l1", "acceptance"}}[kind]
+    extras = {"dflash": set(), "dflash2": {"selector_loss", "recall_4"}, "dspark": {"l1", "alpha_0", "slot_tv_2"}}[kind]
     assert {"loss", "loss_0", "acc_2", *extras} <= steps[-1].keys() and "loss_3" not in steps[-1]
     assert steps[-1]["loss"] < steps[0]["loss"]
     validation = json.loads((folders["drafter"] / "validation.json").read_text())
     slots = [validation[f"slot_{n}"] for n in range(K)]
+    names = {f"{name}_{n}" for name in ("acc", "alpha", "slot_tv", "recall_1") for n in range(K)}
+    assert names < validation.keys()
     assert validation["rows"] > 0 and validation["estimated_acceptance_length"] == pytest.approx(1 + sum(slots))
 
     config = json.loads((folders["export"] / "config.json").read_text())
@@ -199,6 +202,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     )  # fmt: skip
     frozen = teacher()
     target = BlockTeacher(Tables(frozen.embedding, frozen.head), frozen.norm, frozen.eps)
+    builder = block_builder(config, Anchors(4, 4, "uniform", 0), 4.0)
 
     def objective(model: BlockDrafter, batch: PackedBatch) -> LossResult:
         return block_loss(model, target, batch.ids, batch.aux, batch.last, batch.index)
@@ -209,17 +213,12 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         init_blocks(drafter, 0)
         settings = replace(SETTINGS, checkpoint_seconds=1e-9)
         plan = plan_steps(source.lengths, 0, 2, 96)
-        return train(
-            drafter, objective, block_builder(config, 4, 4.0, 0), source, plan, settings, folder, lambda _: None
-        )
+        return train(drafter, objective, builder, source, plan, settings, folder, lambda _: None)
 
     whole = run(tmp_path / "whole", Samples())
     with pytest.raises(InterruptedError):
         run(tmp_path / "cut", Samples(limit=31))
     again = run(tmp_path / "cut", Samples())
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
-    epochs = [
-        block_builder(config, 4, 4.0, 0)([40], np.ones(40, dtype=bool), ["a"], epoch, 1).anchor.tolist()
-        for epoch in (0, 0, 1)
-    ]
+    epochs = [builder([40], np.ones(40, dtype=bool), ["a"], epoch, 1).anchor.tolist() for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]

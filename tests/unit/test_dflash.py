@@ -26,7 +26,7 @@ from torchspec_core.drafters.dflash import (
 )
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
-from torchspec_core.objectives.blocks import BlockIndex, block_index, sample_anchors
+from torchspec_core.objectives.blocks import BlockIndex, block_index, candidate_anchors
 from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_embeds, block_loss
 
 H, V, B, LENGTHS = 16, 24, 4, [12, 9, 3]
@@ -289,19 +289,10 @@ def test_slot_weights() -> None:
     assert made.weight.tolist() == pytest.approx([1, 0.7788, 0.6065, 0.4724, 0.3679, 0.2865, 0.2231], abs=5e-5)
 
 
-def test_anchors_depend_on_seed_epoch_and_sample_alone_and_are_uniform() -> None:
+def test_anchors_stand_on_supervised_tokens_whose_next_one_is_too() -> None:
     mask = np.zeros(40, dtype=bool)
     mask[5:17] = mask[20:31] = True
-    candidates = [*range(5, 16), *range(20, 30)]
-    drawn = [sample_anchors(mask, 6, 0, epoch, "a") for epoch in range(2000)]
-    assert all((np.diff(part) > 0).all() and len(part) == 6 for part in drawn)
-    counts = np.bincount(np.concatenate(drawn), minlength=40)
-    assert np.flatnonzero(counts).tolist() == candidates
-    share = 6 / len(candidates)
-    assert (abs(counts[candidates] - 2000 * share) < 4 * math.sqrt(2000 * share * (1 - share))).all()
-    assert np.array_equal(sample_anchors(mask, 6, 0, 3, "a"), drawn[3])
-    assert not np.array_equal(sample_anchors(mask, 6, 1, 3, "a"), drawn[3])
-    assert sample_anchors(mask, 64, 0, 0, "a").tolist() == candidates
+    assert candidate_anchors(mask).tolist() == [*range(5, 16), *range(20, 30)]
 
 
 @pytest.mark.parametrize("kind", KINDS)

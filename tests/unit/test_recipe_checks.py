@@ -83,6 +83,8 @@ def check(*overrides: str) -> None:
         (["drafter.attention=mla", "drafter.qk_rope_head_dim=7"], "qk_rope_head_dim is 7"),
         (["drafter.attention=mla", "drafter.norm_before_fc=true"], "norm_before_fc .* use drafter.fc_norm"),
         (["training.anchor_max_gap=2"], "training.anchor_max_gap is for strided anchors"),
+        (["training.dpace_alpha=0.3"], "training.dpace_alpha is for drafter.kind dflash or dflash2, not for eagle3"),
+        (["drafter.kind=dspark", "training.loss=l1"], "training.loss is for drafter.kind eagle3, not for dspark"),
     ],
 )
 def test_what_cannot_work_is_refused_and_the_key_named(overrides: list[str], says: str) -> None:

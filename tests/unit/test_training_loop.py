@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.objectives.anchors import Anchors
-from torchspec_core.objectives.eagle3 import Teacher, embed_rows
+from torchspec_core.objectives.eagle3 import Eagle3Loss, Teacher, embed_rows
 from torchspec_core.training.batch import Sample, pack
 from torchspec_core.training.eagle3 import eagle3_objective, ttt_builder
 from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
@@ -113,7 +113,7 @@ def run(
     reports: list[Report] = []
     torch.manual_seed(0)
     plan = plan_steps(source.lengths, 0, epochs, 96)
-    objective = eagle3_objective(teacher(settings.dtype), 0.8)
+    objective = eagle3_objective(teacher(settings.dtype), Eagle3Loss())
     index = ttt_builder(2, "predicted", anchors=anchors)
     return train(drafter(), objective, index, source, plan, settings, folder, reports.append), reports
 
@@ -237,7 +237,18 @@ def test_validation_counts_misses_and_leading_hits() -> None:
     assert result["rows"] == len(hits[0])
     assert result["acc_0"] == pytest.approx(np.mean([hit for _, hit in hits[0]]))
     assert result["acc_1"] == pytest.approx(np.mean([hit for _, hit in hits[1]]))
-    assert result["slot_1"] == pytest.approx(np.mean([hit and first.get(i, False) for i, hit in hits[1]]))
+    assert result["slot_1"] == pytest.approx(np.mean([hit and first[i] for i, hit in hits[1] if i in first]))
     assert result["estimated_acceptance_length"] == pytest.approx(1 + result["slot_0"] + result["slot_1"])
-    none = validate(model, target, full, torch.full((VOCABULARY,), -1), [batch])  # no draft token is any target token
+    p = (normed @ full.T).softmax(1)
+    taught = [(row, i) for row, i in enumerate(layout.rows.tolist()) if 4 <= i + 2 < length]
+    q = model.logits(outs[0]).softmax(1)
+    assert result["alpha_0"] == pytest.approx(
+        np.mean([torch.minimum(q[row], p[i + 1]).sum().item() for row, i in taught])
+    )
+    assert result["estimated_acceptance_length_tv"] == pytest.approx(1 + result["slot_tv_0"] + result["slot_tv_1"])
+    assert result["coverage"] == pytest.approx(1.0)
+    never = next(token for token in range(VOCABULARY) if token not in wanted)
+    none = validate(model, target, full, torch.full((VOCABULARY,), never), [batch])  # every draft is the same token
     assert none["acc_0"] == none["acc_1"] == 0.0
+    places = sorted({i + 1 + depth for depth, rows in enumerate(hits) for i, _ in rows})
+    assert none["coverage"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))

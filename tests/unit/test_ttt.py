@@ -277,12 +277,12 @@ def test_equal_distributions_give_the_entropy_and_no_gradient() -> None:
         states,
         head,
         torch.ones(1, 9, dtype=torch.float64),
-        torch.ones(1, dtype=torch.float64),
         chunk=4,
     )
     p = (states @ head.T).softmax(-1)
     assert result.loss.item() == pytest.approx(-(p * p.log()).sum().item(), abs=1e-10)
-    assert result.correct.item() == 9
+    assert result.hit.sum().item() == 9
+    torch.testing.assert_close(result.overlap, torch.ones_like(result.overlap), atol=1e-12, rtol=0)
     result.loss.backward()
     assert hidden.grad is not None and weights.grad is not None
     assert hidden.grad.abs().max() < 1e-12 and weights.grad.abs().max() < 1e-12

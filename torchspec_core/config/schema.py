@@ -212,13 +212,41 @@ class TrainingSection(Section):
         ),
     )
     anchor_max_gap: int | None = Identity(
-        None, ge=0, description="Rows left out between two anchors at most, for `strided` rows; none = ttt_length."
+        None,
+        ge=0,
+        description="Rows left out between two `strided` anchors at most; none = ttt_length, or drafter.block_size.",
     )
-    anchor_sampling: Literal["strided", "uniform"] = Identity(
-        "strided", description="`strided`: evenly spaced from a random start; `uniform`: drawn without replacement."
+    anchor_sampling: Literal["strided", "uniform"] | None = Identity(
+        None,
+        description=(
+            "`strided`: evenly spaced from a random start; `uniform`: drawn without replacement; none = strided for "
+            "`eagle3`, uniform for block drafters."
+        ),
     )
     mask_alignment: Literal["predicted", "reference"] = Identity("predicted")
+    loss: Literal["soft_ce", "hard_ce", "l1", "lk_alpha", "lk_lambda"] = Identity(
+        "soft_ce",
+        description=(
+            "Of `eagle3`: cross-entropy with the target's distribution, or with the text's token; L1 distance; "
+            "-log of the acceptance probability; KL that gives way to total variation (arXiv 2602.23881)."
+        ),
+    )
+    lk_eta: float = Identity(3.0, ge=0.0, description="`lk_lambda`: share of KL = exp(-lk_eta * mean acceptance).")
+    normalisation: Literal["supervised", "per_sequence"] = Identity(
+        "supervised", description="Every supervised token counts the same, or every conversation does."
+    )
     block_gamma: float = Identity(4.0, gt=0.0, description="Prediction n of a block weighs exp(-n / block_gamma).")
+    block_weighting: Literal["decay", "dpace"] = Identity(
+        "decay",
+        description=(
+            "Of `dflash` and `dflash2`. `dpace`: what each slot adds to the accepted length that the drafter itself "
+            "expects (arXiv 2605.18810), instead of block_gamma; one more pass over the head."
+        ),
+    )
+    dpace_alpha: float = Identity(0.5, gt=0.0, le=1.0, description="`dpace`: confidences are (1 - alpha) q + alpha.")
+    dflash_l1_weight: float = Identity(
+        0.0, ge=0.0, description="Of `dflash`'s and `dflash2`'s distance to the target's distribution."
+    )
     selector_weight: float = Identity(1.0, ge=0.0, description="Of `dflash2`'s selector loss.")
     selector_stop_gradient: bool = Identity(False, description="The selector's loss does not move the backbone.")
     cross_entropy_weight: float = Identity(0.1, ge=0.0, description="Of `dspark`'s cross-entropy.")

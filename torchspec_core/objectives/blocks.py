@@ -7,7 +7,6 @@ of the head; sizes are rounded up to a multiple, because matrix kernels are gene
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,15 +42,9 @@ class BlockIndex:
     chain: Tensor
 
 
-def sample_anchors(loss_mask: np.ndarray, most: int, seed: int, epoch: int, key: str) -> np.ndarray:
-    """Ascending anchors of one document: positions whose token and next token are supervised, `most` of them at most,
-    drawn uniformly without replacement by numbers that depend on (seed, epoch, key) alone."""
-    candidates = np.flatnonzero(loss_mask[:-1] & loss_mask[1:])
-    if len(candidates) <= most:
-        return candidates
-    digest = hashlib.blake2b(f"{seed}|{epoch}|{key}".encode(), digest_size=16).digest()
-    random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-    return np.sort(random.choice(candidates, most, replace=False))
+def candidate_anchors(loss_mask: np.ndarray) -> np.ndarray:
+    """Positions of one document that may be anchors, ascending: their token and the next one are supervised."""
+    return np.flatnonzero(loss_mask[:-1] & loss_mask[1:])
 
 
 def _round_up(value: int, multiple: int) -> int:

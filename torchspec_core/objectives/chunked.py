@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 ChunkLoss = Callable[..., tuple[Tensor, Tensor]]
-"""(tensors of one chunk's rows..., shared parameters...) -> (summed loss, detached measures [rows, m])."""
+"""(tensors of one chunk's rows..., shared parameters...) -> (summed loss, detached measures [rows, ...])."""
 
 
 def chunked(function: ChunkLoss, rows: Sequence[Tensor], shared: Sequence[Tensor], chunk: int) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def chunked(function: ChunkLoss, rows: Sequence[Tensor], shared: Sequence[Tensor
         shared: tensors that every chunk reads (parameters).
 
     Returns:
-        (loss, carrying the gradient of every row and shared tensor that wants one; measures [R, m]).
+        (loss, carrying the gradient of every row and shared tensor that wants one; measures [R, ...]).
     """
     loss, measures = _Chunked.apply(function, len(rows), chunk, *rows, *shared)
     return loss, measures

@@ -1,6 +1,7 @@
 """The objectives of the block drafters, one row of the vocabulary for each supervised slot.
 
-- DFlash: hard cross-entropy on the text's tokens, weights exp(-n / gamma).
+- DFlash: hard cross-entropy on the text's tokens, weights exp(-n / gamma) or those of D-PACE; L1 distance to the
+  target's distribution beside it, if asked for.
 - DFlash 2: that, plus cross-entropy of the selector among the best candidates. Candidate ids are taken from the base
   scores without gradient; a gold token that is missing replaces the last one; the token before is the true one.
 - DSpark: cross-entropy and L1 distance to the target's distribution, the Markov bias included, and binary
@@ -12,6 +13,7 @@ weighted sum over the batch divided by the sum of its weights.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +26,10 @@ from torchspec_core.drafters.layers import rms_norm
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.objectives.blocks import BlockIndex
 from torchspec_core.objectives.chunked import chunked
+from torchspec_core.objectives.metrics import acceptance
+from torchspec_core.objectives.reduction import Normalisation, precise, shares
 from torchspec_core.objectives.result import LossResult
+from torchspec_core.objectives.terms import dpace_weights, hard_cross_entropy, l1_distance
 
 
 @dataclass(frozen=True)
@@ -43,15 +48,21 @@ class BlockTeacher:
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """Factors of the terms, and where gradients stop.
+    """Factors of the terms, how slots are weighed and added up, and where gradients stop.
 
     Attributes:
+        distance: DFlash's and DFlash 2's L1 distance to the target's distribution, beside their cross-entropy.
+        dpace_alpha: smoothing of D-PACE, which takes the place of exp(-n / gamma) in DFlash's and DFlash 2's
+            cross-entropy at the price of one more pass over the head; None = off.
         selector: of DFlash 2's selector cross-entropy.
         selector_stop_gradient: the selector's loss does not move the backbone.
         cross_entropy, l1, confidence: of DSpark's terms.
         confidence_stop_gradient: the confidence's loss does not move backbone and Markov head.
     """
 
+    distance: float = 0.0
+    dpace_alpha: float | None = None
+    normalisation: Normalisation = "supervised"
     selector: float = 1.0
     selector_stop_gradient: bool = False
     cross_entropy: float = 0.1
@@ -89,104 +100,134 @@ def block_loss(
     Returns:
         The loss and its parts by prediction; zero, connected to every parameter, if no slot has a weight.
     """
-    config = drafter.config
-    embeds = block_embeds(teacher.tables.embedding, ids, index.anchor, config.block_size, config.mask_token_id)
+    config, tables = drafter.config, teacher.tables
+    embeds = block_embeds(tables.embedding, ids, index.anchor, config.block_size, config.mask_token_id)
     hidden = drafter(aux, embeds, index.layout, form).flatten(0, 1).index_select(0, index.slot)
-    rows = _Rows(
-        hidden,
-        ids.index_select(0, index.label),
-        ids.index_select(0, index.previous),
-        _share(index.weight, aux),
-        _share(index.chain, aux),
-    )
-    counted = index.weight
-    if config.markov_rank is not None:
-        counted = index.chain
+    gold, previous = ids.index_select(0, index.label), ids.index_select(0, index.previous)
+    document = index.layout.document.index_select(0, index.label)
+
+    def share(weight: Tensor) -> Tensor:
+        weight = weight.to(precise(hidden).dtype)
+        return shares(weight, document, index.layout.documents, weights.normalisation)
+
+    weight = index.weight
+    if config.markov_rank is None and weights.dpace_alpha is not None:
+        weight = _dpace(tables, hidden.detach(), gold, index, config.predictions, weights.dpace_alpha, chunk)
+    rows = _Rows(hidden, gold, previous, share(weight), share(index.chain))
+    compared = config.markov_rank is not None or weights.distance > 0.0
+    states = hidden.new_empty(len(hidden), 0)
+    if compared:
         states = rms_norm(last.index_select(0, index.previous), teacher.norm, teacher.eps)
-        loss, measures, names = _dspark(drafter, teacher.tables, rows, states, weights, chunk)
+    if config.markov_rank is not None:
+        loss, seen = _dspark(drafter, tables, rows, states, weights, chunk)
     elif config.selector is not None:
-        loss, measures, names = _dflash2(drafter, teacher.tables, rows, weights, chunk)
+        loss, seen = _dflash2(drafter, tables, rows, states, weights, chunk)
     else:
-        loss, measures, names = _dflash(teacher.tables, rows, chunk)
-    return _result(loss, measures, names, index, counted > 0, config.predictions)
+        loss, seen = _dflash(tables, rows, states, weights, chunk)
+    taught = (index.chain if config.markov_rank is not None else index.weight) > 0
+    return _result(loss, seen, index, taught, config.predictions)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """hidden [R, H], gold and previous tokens [R], weights divided by their sums [R]."""
+    """hidden [R, H], gold and previous tokens [R], shares of the slot in the loss [R]."""
 
     hidden: Tensor
     gold: Tensor
     previous: Tensor
-    weight: Tensor
+    share: Tensor
     chain: Tensor
 
 
-def _share(weight: Tensor, like: Tensor) -> Tensor:
-    share = weight / weight.sum().clamp(min=1e-9)
-    return share if like.dtype == torch.float64 else share.float()
+_Seen = Mapping[str, Tensor]
+"""What a loss saw of each slot, [R] each: `loss`, `hit`, `overlap` where the target was compared, the kind's own."""
 
 
-def _precise(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _dpace(
+    tables: Tables, hidden: Tensor, gold: Tensor, index: BlockIndex, predictions: int, alpha: float, chunk: int
+) -> Tensor:
+    def confidence(hidden: Tensor, gold: Tensor) -> tuple[Tensor, Tensor]:
+        loss = hard_cross_entropy(precise(hidden @ tables.head.T).log_softmax(dim=-1), gold)
+        return loss.sum(), torch.exp(-loss)
+
+    sure = chunked(confidence, (hidden, gold), (), chunk)[1]
+    taught = (index.weight > 0).to(sure.dtype)
+    return dpace_weights(sure, taught, index.slot, len(index.anchor), predictions, alpha)
 
 
-def _cross_entropy(scores: Tensor, gold: Tensor) -> Tensor:
-    return functional.cross_entropy(scores, gold, reduction="none")
+def _text_terms(
+    scores: Tensor, gold: Tensor, states: Tensor, tables: Tables, distance: float
+) -> tuple[Tensor, list[Tensor]]:
+    """(cost [n] of a slot, its cross-entropy, hit, and its overlap if there are states to compare with)."""
+    log_q = precise(scores).log_softmax(dim=-1)
+    loss = hard_cross_entropy(log_q, gold)
+    seen = [loss, (log_q.argmax(dim=-1) == gold).to(loss.dtype)]
+    if not states.shape[1]:
+        return loss, seen
+    apart = l1_distance(precise(states @ tables.head.T).log_softmax(dim=-1), log_q)
+    return loss + distance * apart, [*seen, 1.0 - 0.5 * apart]
 
 
-def _dflash(tables: Tables, rows: _Rows, chunk: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-    def terms(hidden: Tensor, gold: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        scores = _precise(hidden @ tables.head.T)
-        loss = _cross_entropy(scores, gold)
-        hit = scores.argmax(dim=-1) == gold
-        return (weight * loss).sum(), torch.stack((loss, hit.to(loss.dtype)), dim=1)
+def _text_names(states: Tensor) -> tuple[str, ...]:
+    return ("loss", "hit", "overlap") if states.shape[1] else ("loss", "hit")
 
-    loss, measures = chunked(terms, (rows.hidden, rows.gold, rows.weight), (), chunk)
-    return loss, measures, ()
+
+def _dflash(tables: Tables, rows: _Rows, states: Tensor, weights: BlockWeights, chunk: int) -> tuple[Tensor, _Seen]:
+    def terms(hidden: Tensor, gold: Tensor, states: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        cost, seen = _text_terms(hidden @ tables.head.T, gold, states, tables, weights.distance)
+        return (share * cost).sum(), torch.stack(seen, dim=1)
+
+    loss, seen = chunked(terms, (rows.hidden, rows.gold, states, rows.share), (), chunk)
+    return loss, dict(zip(_text_names(states), seen.T, strict=True))
 
 
 def _dflash2(
-    drafter: BlockDrafter, tables: Tables, rows: _Rows, weights: BlockWeights, chunk: int
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+    drafter: BlockDrafter, tables: Tables, rows: _Rows, states: Tensor, weights: BlockWeights, chunk: int
+) -> tuple[Tensor, _Seen]:
     selector, count = drafter.candidate_selector, drafter.config.selector.top_k  # type: ignore[union-attr]
     names = tuple(name for name, _ in selector.named_parameters())
 
     def terms(
-        hidden: Tensor, gold: Tensor, previous: Tensor, weight: Tensor, chain: Tensor, *parameters: Tensor
+        hidden: Tensor,
+        gold: Tensor,
+        states: Tensor,
+        previous: Tensor,
+        share: Tensor,
+        chain: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        raw = hidden @ tables.head.T
-        scores = _precise(raw)
-        loss = _cross_entropy(scores, gold)
-        ids = raw.detach().topk(count, dim=-1).indices
-        first = ids[:, 0] == gold
+        scores = hidden @ tables.head.T
+        cost, seen = _text_terms(scores, gold, states, tables, weights.distance)
+        ids = scores.detach().topk(count, dim=-1).indices
         present = ids == gold.unsqueeze(1)
         found = present.any(dim=1)
         ids[:, -1] = torch.where(found, ids[:, -1], gold)
         target = torch.where(found, present.long().argmax(dim=1), count - 1)
-        base, at = scores.gather(1, ids), hidden
+        base, at = precise(scores.gather(1, ids)), hidden
         if weights.selector_stop_gradient:
             base, at = base.detach(), hidden.detach()
         edges = torch.func.functional_call(
             selector, dict(zip(names, parameters, strict=True)), (at, previous, ids, tables)
         )
-        path = base + _precise(edges)
-        choice = _cross_entropy(path, target)
-        measures = torch.stack((loss, first.to(loss.dtype), choice, path.argmax(dim=1) == target, found), dim=1)
-        return (weight * loss).sum() + weights.selector * (chain * choice).sum(), measures
+        path = base + precise(edges)
+        choice = functional.cross_entropy(path, target, reduction="none")
+        seen += [choice, path.argmax(dim=1) == target, found]
+        total = (share * cost).sum() + weights.selector * (chain * choice).sum()
+        return total, torch.stack([x.to(choice.dtype) for x in seen], dim=1)
 
-    loss, measures = chunked(
+    loss, seen = chunked(
         terms,
-        (rows.hidden, rows.gold, rows.previous, rows.weight, rows.chain),
+        (rows.hidden, rows.gold, states, rows.previous, rows.share, rows.chain),
         tuple(selector.parameters()),
         chunk,
     )
-    return loss, measures, ("selector_loss", "selector_acc", f"recall_{count}")
+    own = ("selector_loss", "selector_acc", f"recall_{count}")
+    return loss, dict(zip((*_text_names(states), *own), seen.T, strict=True))
 
 
 def _dspark(
     drafter: BlockDrafter, tables: Tables, rows: _Rows, states: Tensor, weights: BlockWeights, chunk: int
-) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+) -> tuple[Tensor, _Seen]:
     def terms(
         hidden: Tensor,
         features: Tensor,
@@ -197,39 +238,46 @@ def _dspark(
         confidence: Tensor,
         bias: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        scores = _precise(hidden @ tables.head.T + features @ markov.T)
-        target = _precise(states @ tables.head.T).softmax(dim=-1)
-        loss = _cross_entropy(scores, gold)
-        distance = (scores.softmax(dim=-1) - target).abs().sum(dim=-1)
+        scores = hidden @ tables.head.T + features @ markov.T
+        log_q = precise(scores).log_softmax(dim=-1)
+        loss = hard_cross_entropy(log_q, gold)
+        distance = l1_distance(precise(states @ tables.head.T).log_softmax(dim=-1), log_q)
         accepted = 1.0 - 0.5 * distance.detach()
-        seen = torch.cat((hidden, features), dim=-1)
-        seen = seen.detach() if weights.confidence_stop_gradient else seen
-        judged = functional.binary_cross_entropy_with_logits(
-            _precise(functional.linear(seen, confidence, bias).squeeze(-1)), accepted, reduction="none"
-        )
-        hit = scores.argmax(dim=-1) == gold
+        inputs = torch.cat((hidden, features), dim=-1)
+        inputs = inputs.detach() if weights.confidence_stop_gradient else inputs
+        logit = precise(functional.linear(inputs, confidence, bias).squeeze(-1))
+        judged = functional.binary_cross_entropy_with_logits(logit, accepted, reduction="none")
+        hit = (log_q.argmax(dim=-1) == gold).to(loss.dtype)
         total = weights.cross_entropy * loss + weights.l1 * distance + weights.confidence * judged
-        measures = torch.stack((loss, hit.to(loss.dtype), distance, judged, accepted), dim=1)
-        return (chain * total).sum(), measures
+        return (chain * total).sum(), torch.stack((loss, hit, accepted, distance, judged, logit), dim=1)
 
     proj = drafter.confidence_head.proj
-    loss, measures = chunked(
+    loss, seen = chunked(
         terms,
         (rows.hidden, drafter.markov_head.features(rows.previous), states, rows.gold, rows.chain),
         (drafter.markov_head.markov_w2.weight, proj.weight, proj.bias),
         chunk,
     )
-    return loss, measures, ("l1", "confidence_loss", "acceptance")
+    return loss, dict(zip(("loss", "hit", "overlap", "l1", "confidence_loss", "logit"), seen.T, strict=True))
 
 
-def _result(
-    loss: Tensor, measures: Tensor, names: tuple[str, ...], index: BlockIndex, taught: Tensor, predictions: int
-) -> LossResult:
-    """Sums by prediction over the slots that the cross-entropy counts; extras are weighted means over the slots whose
-    predecessors are all supervised."""
-    mine = measures * taught.unsqueeze(1)
-    sums = measures.new_zeros(predictions, 2).index_add(0, index.place, mine[:, :2])
-    count = measures.new_zeros(predictions).index_add(0, index.place, taught.to(measures.dtype))
-    chain = index.chain.to(measures.dtype)
-    extras = {name: torch.stack(((chain * measures[:, 2 + i]).sum(), chain.sum())) for i, name in enumerate(names)}
-    return LossResult(loss, sums[:, 0], sums[:, 1], count, extras)
+_BY_PLACE = ("loss", "hit", "overlap", "logit")
+
+
+def _result(loss: Tensor, seen: _Seen, index: BlockIndex, taught: Tensor, predictions: int) -> LossResult:
+    """Parts by prediction over the slots that the cross-entropy counts; the kind's own are weighted means over the
+    slots whose predecessors are all supervised."""
+    counted = taught.to(loss.dtype)
+
+    def grid(values: Tensor) -> Tensor:
+        """[R] to [P, M], 0 where nothing is taught."""
+        flat = values.new_zeros(len(index.anchor) * predictions)
+        return flat.index_add(0, index.slot, values * counted).view(-1, predictions).T
+
+    overlap = seen.get("overlap")
+    extras = acceptance(grid(seen["hit"]), None if overlap is None else grid(overlap), grid(torch.ones_like(counted)))
+    chain = index.chain.to(loss.dtype)
+    for name, values in seen.items():
+        if name not in _BY_PLACE:
+            extras[name] = torch.stack(((chain * values).sum(), chain.sum()))
+    return LossResult(loss, grid(seen["loss"]).sum(dim=1), grid(torch.ones_like(counted)).sum(dim=1), extras)

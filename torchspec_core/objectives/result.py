@@ -14,14 +14,12 @@ class LossResult:
 
     Attributes:
         loss: scalar that carries the gradient.
-        numerator: [D] cross-entropy summed over the taught rows of each place, detached.
-        correct: [D] taught rows whose most likely token is the wanted one, detached.
+        numerator: [D] the loss's term summed over the taught rows of each place, detached.
         count: [D] taught rows, detached.
-        extras: further measures by name, each a detached [2]: numerator and denominator.
+        extras: measures by name (`acc_0`, ..), each a detached [2]: numerator and denominator.
     """
 
     loss: Tensor
     numerator: Tensor
-    correct: Tensor
     count: Tensor
     extras: Mapping[str, Tensor] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Soft cross-entropy against the target's distribution, without a [rows x vocabulary] tensor that lives on.
 
-`-sum_v p_v log q_v` summed over taught rows; p = the target's softmax over the draft vocabulary (renormalised), q =
+`-sum_v p_v log q_v` of each row; p = the target's softmax over the draft vocabulary (renormalised), q =
 the drafter's. One pass over chunks of teacher positions: a chunk's p is computed once and serves every depth; the
 gradients of hidden states and head are taken while the chunk's q is at hand, so backward only scales them. With
 dL/dlogits = q - p,
@@ -23,20 +23,20 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SoftCrossEntropy:
-    """Additive terms.
+class RowTerms:
+    """A loss and what it saw of each row.
 
     Attributes:
-        loss: scalar, `sum_d coefficient_d * numerator_d`; carries the gradient.
-        numerator: [D] summed loss, detached.
-        correct: [D] taught rows whose most likely draft token is the target's, detached.
-        count: [D] taught rows, detached.
+        loss: scalar, the sum of share x term; carries the gradient.
+        term: [D, P] detached.
+        hit: [D, P] 1 where the most likely draft token is the target's, detached.
+        overlap: [D, P] sum_v min(p, q), detached.
     """
 
     loss: Tensor
-    numerator: Tensor
-    correct: Tensor
-    count: Tensor
+    term: Tensor
+    hit: Tensor
+    overlap: Tensor
 
 
 def soft_cross_entropy(
@@ -44,10 +44,9 @@ def soft_cross_entropy(
     head: Tensor,
     teacher_hidden: Tensor,
     teacher_head: Tensor,
-    weight: Tensor,
-    coefficient: Tensor,
+    share: Tensor,
     chunk: int = 1024,
-) -> SoftCrossEntropy:
+) -> RowTerms:
     """Loss of all depths.
 
     Args:
@@ -55,14 +54,10 @@ def soft_cross_entropy(
         head: [V_d, H] drafter's head.
         teacher_hidden: [P, H_t] target's final-normed state at each teacher position.
         teacher_head: [V_d, H_t] the target head's rows of the draft vocabulary.
-        weight: [D, P] 1 where the row is taught, else 0.
-        coefficient: [D] factor of each depth's summed loss, denominators included.
+        share: [D, P] factor of each row's term, denominators included.
         chunk: teacher positions at a time; memory grows with chunk x (D + 1) x V_d.
     """
-    loss, numerator, correct = _SoftCrossEntropy.apply(
-        hidden, head, teacher_hidden, teacher_head, weight, coefficient, chunk
-    )
-    return SoftCrossEntropy(loss, numerator, correct, weight.sum(dim=1))
+    return RowTerms(*_SoftCrossEntropy.apply(hidden, head, teacher_hidden, teacher_head, share, chunk))
 
 
 def _bits(p: Tensor) -> Tensor:
@@ -88,21 +83,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
         head: Tensor,
         teacher_hidden: Tensor,
         teacher_head: Tensor,
-        weight: Tensor,
-        coefficient: Tensor,
+        share: Tensor,
         chunk: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depths, positions, width = hidden.shape
         precise = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         wants_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
-        factor = weight.to(precise) * coefficient.to(precise).unsqueeze(1)
-        numerator = torch.zeros(depths, dtype=precise, device=hidden.device)
-        correct = torch.zeros_like(numerator)
+        factor = share.to(precise)
+        term = torch.empty(depths, positions, dtype=precise, device=hidden.device)
+        hit, overlap = torch.empty_like(term), torch.empty_like(term)
         grad_hidden = torch.empty_like(hidden) if wants_grad else hidden.new_empty(0)
         grad_head: Tensor = hidden.new_empty(0)
         for start in range(0, positions, chunk):
             part = slice(start, min(start + chunk, positions))
-            h, w, scale = hidden[:, part], weight[:, part], factor[:, part].unsqueeze(2)
+            h, scale = hidden[:, part], factor[:, part].unsqueeze(2)
+            shape = h.shape[:2]
             taught = depths * h.shape[1]
             both = hidden.new_empty(
                 (taught + h.shape[1], len(head))
@@ -114,13 +109,12 @@ class _SoftCrossEntropy(torch.autograd.Function):
             logit_at_best = q.gather(1, best).to(precise)
             torch.softmax(q, dim=-1, out=q)
             q_at_best = q.gather(1, best)
-            correct += (w * (q_at_best.squeeze(1) == _bits(q).amax(dim=1).view(q.dtype)).view_as(w)).sum(dim=1)
+            hit[:, part] = (q_at_best.squeeze(1) == _bits(q).amax(dim=1).view(q.dtype)).view(shape)
+            overlap[:, part] = torch.minimum(q.view(*shape, -1), p).sum(dim=-1, dtype=precise)
             products = both @ head
             p_head = products[taught:]
             partition = logit_at_best - q_at_best.to(precise).clamp(min=torch.finfo(q.dtype).tiny).log()
-            numerator += (w * (partition.view_as(w) - torch.linalg.vecdot(h.to(precise), p_head.to(precise)))).sum(
-                dim=1
-            )
+            term[:, part] = partition.view(shape) - torch.linalg.vecdot(h.to(precise), p_head.to(precise))
             if wants_grad:
                 grad_hidden[:, part] = (products[:taught].view_as(h) - p_head) * scale
                 scaled = (h * scale).to(h.dtype)
@@ -128,11 +122,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 grad = torch.cat((scaled.flatten(0, 1), -scaled.sum(dim=0))).T.contiguous() @ both
                 grad_head = grad if start == 0 else grad_head.to(precise) + grad
         ctx.save_for_backward(grad_hidden, grad_head)
-        ctx.mark_non_differentiable(numerator, correct)
-        return (coefficient.to(precise) * numerator).sum(), numerator, correct
+        ctx.mark_non_differentiable(term, hit, overlap)
+        return (factor * term).sum(), term, hit, overlap
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         factor = grad_loss.to(grad_hidden.dtype)
-        return grad_hidden.mul_(factor), grad_head.to(grad_hidden.dtype).mul_(factor).T, None, None, None, None, None
+        return grad_hidden.mul_(factor), grad_head.to(grad_hidden.dtype).mul_(factor).T, None, None, None, None

@@ -138,14 +138,3 @@ def _fill(rows: np.ndarray, total: int, multiple: int) -> np.ndarray:
     # Spread over all documents: the attention is laid out by the document with the most drafted rows.
     spread = unused[np.linspace(0, len(unused) - 1, missing).astype(np.int64)]
     return np.sort(np.concatenate((rows, spread)))
-
-
-def depth_coefficients(weight: Tensor, depth_decay: float) -> Tensor:
-    """[D] factors that turn summed losses into `sum_d decay^d * mean_d`; a depth without rows gets a harmless
-    denominator of 1.
-
-    Args:
-        weight: [D, P].
-    """
-    decay = depth_decay ** torch.arange(len(weight), dtype=weight.dtype, device=weight.device)
-    return decay / weight.sum(dim=1).clamp(min=1.0)

@@ -16,14 +16,15 @@ from torchspec_core.drafters.dflash import (
     SelectorConfig,
     init_blocks,
 )
-from torchspec_core.drafters.layers import rms_norm
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
-from torchspec_core.objectives.blocks import BlockIndex, block_index, sample_anchors
-from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_embeds, block_loss
+from torchspec_core.objectives.anchors import Anchors
+from torchspec_core.objectives.blocks import BlockIndex, block_index, candidate_anchors
+from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_loss
 from torchspec_core.objectives.result import LossResult
 from torchspec_core.targets.facts import TargetFacts
 from torchspec_core.training.batch import WIDTH_MULTIPLE, IndexBuilder, PackedBatch
+from torchspec_core.training.block_validation import validate_blocks
 from torchspec_core.training.method import Method, Setup
 
 _BLOCK_MULTIPLE = 8
@@ -82,15 +83,15 @@ def _heads(kind: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"markov_rank": settings["markov_rank"]} if kind == "dspark" else {}
 
 
-def block_builder(config: BlockConfig, anchors: int, gamma: float, seed: int) -> IndexBuilder:
-    """Indices of block drafting with at most `anchors` anchors a sample, drawn anew in each epoch."""
+def block_builder(config: BlockConfig, anchors: Anchors, gamma: float) -> IndexBuilder:
+    """Indices of block drafting from the anchors of each sample, chosen anew in each epoch."""
 
     def build(
         lengths: Sequence[int], mask: np.ndarray, keys: Sequence[str], epoch: int, row_multiple: int
     ) -> BlockIndex:
         ends = np.cumsum(lengths)
         chosen = [
-            sample_anchors(mask[end - length : end], anchors, seed, epoch, key)
+            anchors.choose(candidate_anchors(mask[end - length : end]), key, epoch)
             for length, end, key in zip(lengths, ends, keys, strict=False)
         ]
         return block_index(
@@ -108,47 +109,6 @@ def block_builder(config: BlockConfig, anchors: int, gamma: float, seed: int) ->
     return build
 
 
-@torch.no_grad()
-def validate_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batches: Sequence[PackedBatch]) -> dict[str, float]:
-    """Flat metrics of greedy blocks from true anchors, on the path that the drafter would really take.
-
-    `acc_n`: prediction n is the target's most likely token after the true text. `slot_n`: it and all before it are.
-    `estimated_acceptance_length` (an estimate: later targets read the text, not the drafts) is 1 + the sum of slots.
-    """
-    config = drafter.config
-    parts = []
-    for batch in batches:
-        index: BlockIndex = batch.index
-        embeds = block_embeds(
-            teacher.tables.embedding, batch.ids, index.anchor, config.block_size, config.mask_token_id
-        )
-        hidden = drafter(batch.aux, embeds, index.layout)
-        previous = batch.ids.index_select(0, index.anchor)
-        drafted = torch.empty(hidden.shape[:2], dtype=torch.int64)
-        for place in range(config.predictions):
-            chosen = []
-            for states, before in zip(hidden[:, place].split(_CHUNK), previous.split(_CHUNK), strict=True):
-                scores, ids = drafter.scores(states, before, teacher.tables)
-                best = scores.argmax(dim=-1)
-                chosen.append(best if ids is None else ids.gather(1, best.unsqueeze(1)).squeeze(1))
-            drafted[:, place] = previous = torch.cat(chosen)
-        taught = index.weight > 0
-        states = rms_norm(batch.last.index_select(0, index.previous), teacher.norm, teacher.eps)
-        wanted = torch.cat([(part @ teacher.tables.head.T).argmax(dim=-1) for part in states.split(_CHUNK)])
-        hit = torch.zeros(drafted.numel(), dtype=torch.bool)
-        valid = torch.zeros_like(hit)
-        valid[index.slot[taught]] = True
-        hit[index.slot[taught]] = drafted.flatten()[index.slot[taught]] == wanted[taught]
-        parts.append((hit.view_as(drafted), valid.view_as(drafted)))
-    hit, valid = (torch.cat(part) for part in zip(*parts, strict=True))
-    count = valid.sum(dim=0).clamp(min=1)
-    accuracy = hit.sum(dim=0) / count
-    slots = hit.long().cumprod(dim=1).sum(dim=0) / count
-    metrics = {f"acc_{n}": value for n, value in enumerate(accuracy.tolist())}
-    metrics |= {f"slot_{n}": value for n, value in enumerate(slots.tolist())}
-    return {**metrics, "estimated_acceptance_length": 1.0 + float(slots.sum()), "rows": float(valid[:, 0].sum())}
-
-
 def block_method(setup: Setup) -> Method:
     """A block drafter under a recipe."""
     training = setup.training
@@ -160,6 +120,9 @@ def block_method(setup: Setup) -> Method:
             drafter.norm.weight.copy_(setup.head.norm_weight)
     teacher = BlockTeacher(Tables(setup.embedding, setup.head.head_weight), setup.head.norm_weight, setup.head.eps)
     weights = BlockWeights(
+        distance=training["dflash_l1_weight"],
+        dpace_alpha=training["dpace_alpha"] if training["block_weighting"] == "dpace" else None,
+        normalisation=training["normalisation"],
         selector=training["selector_weight"],
         selector_stop_gradient=training["selector_stop_gradient"],
         cross_entropy=training["cross_entropy_weight"],
@@ -174,5 +137,6 @@ def block_method(setup: Setup) -> Method:
     def check(model: BlockDrafter, batches: Sequence[PackedBatch]) -> dict[str, float]:
         return validate_blocks(model, teacher, batches)
 
-    index = block_builder(config, training["anchors"] or _ANCHORS, training["block_gamma"], setup.seed)
-    return Method(config, drafter, index, objective, check)
+    gap = config.block_size if training["anchor_max_gap"] is None else training["anchor_max_gap"]
+    anchors = Anchors(training["anchors"] or _ANCHORS, gap, training["anchor_sampling"] or "uniform", setup.seed)
+    return Method(config, drafter, block_builder(config, anchors, training["block_gamma"]), objective, check)

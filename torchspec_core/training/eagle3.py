@@ -14,7 +14,7 @@ from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.errors import UserError
 from torchspec_core.objectives.alignment import MaskAlignment
 from torchspec_core.objectives.anchors import Anchors
-from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss
+from torchspec_core.objectives.eagle3 import Eagle3Loss, Teacher, eagle3_loss
 from torchspec_core.objectives.result import LossResult
 from torchspec_core.objectives.ttt import TTTIndex, candidate_rows, ttt_index
 from torchspec_core.targets.engine import TargetHead
@@ -72,7 +72,10 @@ def anchor_settings(training: Mapping[str, Any], seed: int) -> Anchors | None:
         return None
     gap = training["anchor_max_gap"]
     return Anchors(
-        training["anchors"], training["ttt_length"] if gap is None else gap, training["anchor_sampling"], seed
+        training["anchors"],
+        training["ttt_length"] if gap is None else gap,
+        training["anchor_sampling"] or "strided",
+        seed,
     )
 
 
@@ -104,12 +107,11 @@ def ttt_builder(
     return build
 
 
-def eagle3_objective(teacher: Teacher, depth_decay: float, chunk: int = 1024) -> Objective:
+def eagle3_objective(teacher: Teacher, loss: Eagle3Loss) -> Objective:
     """EAGLE-3's loss as the loop calls it."""
 
     def objective(drafter: Eagle3Drafter, batch: PackedBatch) -> LossResult:
-        result = eagle3_loss(drafter, teacher, batch.ids, batch.aux, batch.last, batch.index, depth_decay, chunk=chunk)
-        return LossResult(result.loss, result.numerator, result.correct, result.count)
+        return eagle3_loss(drafter, teacher, batch.ids, batch.aux, batch.last, batch.index, loss)
 
     return objective
 
@@ -118,7 +120,8 @@ def eagle3_method(setup: Setup) -> Method:
     """EAGLE-3 under a recipe."""
     head, kept, training = setup.head, setup.kept, setup.training
     config = drafter_config(setup.drafter, setup.facts, setup.aux_layers)
-    teacher = Teacher(setup.embedding, head.norm_weight, head.eps, head.head_weight[kept])
+    teacher = Teacher(setup.embedding, head.norm_weight, head.eps, head.head_weight[kept], kept)
+    loss = Eagle3Loss(training["loss"], training["depth_decay"], training["lk_eta"], training["normalisation"])
 
     def check(drafter: Eagle3Drafter, batches: Sequence[PackedBatch]) -> dict[str, float]:
         return validate(drafter, teacher, head.head_weight, kept, batches)
@@ -127,7 +130,7 @@ def eagle3_method(setup: Setup) -> Method:
         config,
         new_drafter(config, setup.drafter["init"], setup.seed, head, kept),
         ttt_builder(training["ttt_length"], training["mask_alignment"], anchors=anchor_settings(training, setup.seed)),
-        eagle3_objective(teacher, training["depth_decay"]),
+        eagle3_objective(teacher, loss),
         check,
         ttt_builder(training["ttt_length"], training["mask_alignment"]),
     )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchspec_core.objectives.metrics import estimates
 from torchspec_core.training.batch import IndexBuilder, PackedBatch, SampleSource, pack
 from torchspec_core.training.checkpoint import load_checkpoint, save_checkpoint
 from torchspec_core.training.method import Objective
@@ -104,7 +105,6 @@ def train(
                 (
                     result.loss.detach(),
                     result.numerator,
-                    result.correct,
                     result.count,
                     torch.stack([*result.extras.values()]) if result.extras else torch.zeros(0, 2),
                     norm,
@@ -166,15 +166,15 @@ def _truncate(path: Path, size: int) -> None:
 
 
 def _summarise(pending: list[tuple[Tensor, ...]], extras: Sequence[str]) -> dict[str, float]:
-    """Mean loss and norm, and accuracies and extras pooled over the rows, of the steps since the last line."""
-    loss, numerator, correct, count, more, norm, sizes = (
+    """Mean loss and norm, and loss by place and extras pooled over the rows, of the steps since the last line."""
+    loss, numerator, count, more, norm, sizes = (
         torch.stack(column).double() for column in zip(*pending, strict=True)
     )
     rows = count.sum(dim=0).clamp(min=1.0)
     total = sizes.sum(dim=0)
     numbers: dict[str, Any] = {"loss": loss.mean(), "grad_norm": norm.mean()}
-    for depth, (value, right) in enumerate(zip(numerator.sum(dim=0) / rows, correct.sum(dim=0) / rows, strict=True)):
-        numbers |= {f"loss_{depth}": value, f"acc_{depth}": right}
+    numbers |= {f"loss_{place}": value for place, value in enumerate(numerator.sum(dim=0) / rows)}
     numbers |= {name: top / bottom.clamp(min=1e-9) for name, (top, bottom) in zip(extras, more.sum(dim=0), strict=True)}
     numbers |= {"tokens": total[0], "supervised": total[1], "padding": 1.0 - total[0] / total[2]}
-    return {name: float(value) for name, value in numbers.items()}
+    means = {name: float(value) for name, value in numbers.items()}
+    return means | estimates(means)

@@ -1,0 +1,75 @@
+"""Validation of block drafters from true anchors, on the path that the drafter would really take.
+
+Each slot's token is chosen by the drafter after the one that it chose before (DFlash 2's selector, DSpark's Markov bias
+look at it); the target's distributions stand on the true text. Names and estimates as in `objectives/metrics.py`;
+`recall_1_n` and `recall_k_n` tell a candidate that is missing from one that is not selected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from torchspec_core.drafters.dflash import BlockDrafter
+from torchspec_core.drafters.layers import rms_norm
+from torchspec_core.objectives.blocks import BlockIndex
+from torchspec_core.objectives.dflash import BlockTeacher, block_embeds
+from torchspec_core.objectives.metrics import acceptance, add_parts, estimates, means_of
+from torchspec_core.objectives.reduction import precise
+from torchspec_core.training.batch import PackedBatch
+
+_CHUNK = 256
+RECALL = 16  # candidates that `recall_k` looks at, for kinds without a selector
+
+
+@torch.no_grad()
+def drafted_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batch: PackedBatch) -> dict[str, Tensor]:
+    """Compare all blocks of a batch with the target: additive parts, [2] each."""
+    index: BlockIndex = batch.index
+    config, tables = drafter.config, teacher.tables
+    places, blocks = config.predictions, len(index.anchor)
+    embeds = block_embeds(tables.embedding, batch.ids, index.anchor, config.block_size, config.mask_token_id)
+    hidden = drafter(batch.aux, embeds, index.layout)
+    previous = batch.ids.index_select(0, index.anchor)
+    valid = torch.zeros(blocks * places, dtype=precise(hidden).dtype)
+    valid = valid.index_add(0, index.slot, (index.weight > 0).to(valid.dtype)).view(blocks, places)
+    # The state that teaches prediction n of a block is n places after its anchor's.
+    at = (index.anchor.unsqueeze(1) + torch.arange(places)).clamp(max=len(batch.last) - 1)
+    count = config.selector.top_k if config.selector is not None else min(RECALL, config.vocab_size)
+    rows: list[Tensor] = []  # [places, 4, blocks of a chunk]: hit, overlap, recall of one and of `count` candidates
+    for part in torch.arange(blocks).split(_CHUNK):
+        before = previous[part]
+        seen = []
+        for place in range(places):
+            scores, ids = drafter.scores(hidden[part, place], before, tables)
+            states = rms_norm(batch.last.index_select(0, at[part, place]), teacher.norm, teacher.eps)
+            p = precise(states @ tables.head.T).softmax(dim=-1)
+            wanted = p.argmax(dim=-1, keepdim=True)
+            candidates = scores.topk(count, dim=-1).indices if ids is None else ids
+            best = scores.argmax(dim=-1, keepdim=True)
+            before = (best if ids is None else ids.gather(1, best)).squeeze(1)
+            q = precise(scores).softmax(dim=-1)
+            overlap = torch.minimum(q, p if ids is None else p.gather(1, ids)).sum(dim=-1)
+            hit, first = before == wanted.squeeze(1), candidates[:, 0] == wanted.squeeze(1)
+            among = (candidates == wanted).any(dim=1)
+            seen.append(torch.stack([x.to(q.dtype) for x in (hit, overlap, first, among)]))
+        rows.append(torch.stack(seen))
+    hit, overlap, first, among = torch.cat(rows, dim=2).unbind(1)
+    valid = valid.T
+    parts = acceptance(hit, overlap, valid)
+    for name, found in (("recall_1", first), (f"recall_{count}", among)):
+        parts |= {
+            f"{name}_{place}": pair
+            for place, pair in enumerate(torch.stack(((found * valid).sum(dim=1), valid.sum(dim=1)), dim=1))
+        }
+    return parts
+
+
+def validate_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batches: Sequence[PackedBatch]) -> dict[str, float]:
+    """Flat metrics: `acc_n` on the chosen path, `alpha_n`, `slot_n`, `slot_tv_n`, `recall_1_n`, `recall_k_n`, the two
+    estimates, `rows`."""
+    parts = add_parts([drafted_blocks(drafter, teacher, batch) for batch in batches])
+    means = means_of(parts)
+    return {**means, **estimates(means), "rows": float(parts["acc_0"][1])}
