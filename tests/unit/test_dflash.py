@@ -24,6 +24,8 @@ from torchspec_core.drafters.dflash import (
     SelectorConfig,
     init_blocks,
 )
+from torchspec_core.drafters.mla import MLAConfig
+from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
 from torchspec_core.objectives.blocks import BlockIndex, block_index, candidate_anchors
@@ -31,9 +33,17 @@ from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_e
 
 H, V, B, LENGTHS = 16, 24, 4, [12, 9, 3]
 KINDS = ("dflash", "dflash2", "dspark")
+YARN = RopeConfig(100.0, "yarn", factor=32.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
+ATTENTION: dict[str, dict[str, Any]] = {
+    "gqa": {},
+    "mla": {"mla": MLAConfig(10, 7, 6, 4, 5), "rope": YARN, "fc_norm": True},
+    "mla_full_q": {"mla": MLAConfig(None, 7, 6, 4, 5)},
+}
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+ALL_ATTENTION = pytest.mark.parametrize("attention", ATTENTION)
 
 
-def config(kind: str = "dflash", **changes: Any) -> BlockConfig:
+def config(kind: str = "dflash", attention: str = "gqa", **changes: Any) -> BlockConfig:
     parts: dict[str, Any] = {
         "dflash2": {"convolution": ConvolutionConfig(2, 4), "selector": SelectorConfig(6, 5, "projected")},
         "dspark": {"markov_rank": 6},
@@ -42,7 +52,7 @@ def config(kind: str = "dflash", **changes: Any) -> BlockConfig:
         "kind": kind, "hidden_size": H, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "intermediate_size": 24,
         "vocab_size": V, "aux_layers": (0, 2), "block_size": B, "mask_token_id": V - 1,
     }  # fmt: skip
-    return BlockConfig(**{**sizes, **parts, **changes})
+    return BlockConfig(**{**sizes, **parts, **ATTENTION[attention], **changes})
 
 
 def drafter(shape: BlockConfig, seed: int = 0) -> BlockDrafter:
@@ -96,10 +106,11 @@ def test_the_mask_is_what_a_loop_over_all_pairs_says(rule: BlockRule) -> None:
             assert found[m, slot].tolist() == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@ALL_KINDS
+@ALL_ATTENTION
 @pytest.mark.parametrize("causal", [None, True, False])
-def test_the_fast_form_is_the_dense_one_gradients_included(kind: str, causal: bool | None) -> None:
-    model = drafter(config(kind, layer_types=(FULL, SLIDING), sliding_window=3, is_causal=causal))
+def test_the_fast_form_is_the_dense_one_gradients_included(kind: str, attention: str, causal: bool | None) -> None:
+    model = drafter(config(kind, attention, layer_types=(FULL, SLIDING), sliding_window=3, is_causal=causal))
     made = index(model.config.predictions, block_multiple=8, width_multiple=16, row_multiple=8)
     gradients = []
     for form in (DenseBlocks, GatheredBlocks):
@@ -111,47 +122,80 @@ def test_the_fast_form_is_the_dense_one_gradients_included(kind: str, causal: bo
         torch.testing.assert_close(fast, dense, atol=1e-12, rtol=1e-9, msg=name)
 
 
-def test_blocks_see_the_context_before_them_and_nothing_else() -> None:
-    model, made = drafter(config()), index()
+@ALL_KINDS
+@ALL_ATTENTION
+def test_blocks_see_the_context_before_them_and_nothing_else(kind: str, attention: str) -> None:
+    model = drafter(config(kind, attention))
+    made = index(model.config.predictions)
     before = hidden(model, made)
-    changed = AUX.clone()
-    changed[4] += 1  # position 4 of the first document: the anchors 3 and 4 do not know it, 9 does
-    after = hidden(model, made, changed)
-    assert torch.equal(before[:2], after[:2]) and not torch.equal(before[2], after[2])
-    assert torch.equal(before[3:], after[3:])
-    alone = hidden(model, index(anchors=[np.array([4])]))
-    torch.testing.assert_close(alone[0], before[1], atol=1e-12, rtol=0)
-    padded = hidden(model, index(block_multiple=16, width_multiple=32))
+    for document, start, anchors in ((0, 0, [3, 4, 9]), (1, 12, [2, 6])):
+        for position in range(LENGTHS[document]):
+            changed = AUX.clone()
+            changed[start + position] += 1
+            after = hidden(model, made, changed)
+            for block, (owner, anchor) in enumerate([(0, 3), (0, 4), (0, 9), (1, 2), (1, 6)]):
+                same = owner != document or position >= anchor
+                assert torch.equal(before[block], after[block]) == same, (position, anchor)
+        for anchor in anchors:
+            one = [np.array([anchor] * (document == n), dtype=np.int64) for n in range(2)]
+            alone = hidden(model, index(model.config.predictions, anchors=one))
+            place = [(0, 3), (0, 4), (0, 9), (1, 2), (1, 6)].index((document, anchor))
+            torch.testing.assert_close(alone[0], before[place], atol=1e-12, rtol=0)
+    padded = hidden(model, index(model.config.predictions, block_multiple=16, width_multiple=32))
     torch.testing.assert_close(padded[:5], before, atol=1e-12, rtol=0)
     assert torch.isfinite(padded).all()
 
 
-def test_a_block_is_read_both_ways_unless_it_is_causal() -> None:
+@ALL_ATTENTION
+def test_tokens_behind_the_anchor_do_not_reach_a_block(attention: str) -> None:
+    model, made = drafter(config(attention=attention)), index()
+    other = IDS.clone()
+    other[[i for i in range(len(IDS)) if i not in made.anchor.tolist()]] = 0
+    inputs = [block_embeds(TABLES.embedding, ids, made.anchor, B, V - 1) for ids in (IDS, other)]
+    assert torch.equal(*(model(AUX, embeds, made.layout) for embeds in inputs))
+
+
+@ALL_ATTENTION
+def test_a_block_is_read_both_ways_unless_it_is_causal(attention: str) -> None:
     made = index()
     embeds = block_embeds(TABLES.embedding, IDS, made.anchor, B, V - 1)
     other = embeds.clone()
     other[:, -1] += 1
     for causal in (None, True):
-        model = drafter(config(is_causal=causal))
+        model = drafter(config(attention=attention, is_causal=causal))
         same = torch.equal(model(AUX, embeds, made.layout)[:, 0], model(AUX, other, made.layout)[:, 0])
         assert same == bool(causal)
 
 
-def test_a_window_wider_than_everything_is_full_attention() -> None:
+@ALL_ATTENTION
+def test_a_window_wider_than_everything_is_full_attention(attention: str) -> None:
     wide = {"layer_types": (SLIDING, SLIDING), "sliding_window": max(LENGTHS) + B}
     for causal in (True, False):
-        full, sliding = drafter(config(is_causal=causal)), drafter(config(is_causal=causal, **wide))
+        full, sliding = (drafter(config(attention=attention, is_causal=causal, **kind)) for kind in ({}, wide))
         torch.testing.assert_close(hidden(full, index()), hidden(sliding, index()), atol=1e-12, rtol=0)
     assert config(**wide).rules == (BlockRule(True, wide["sliding_window"]),) * 2  # vLLM: sliding layers are causal
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_training_is_cached_drafting_however_the_context_came(kind: str) -> None:
-    model = drafter(config(kind, layer_types=(FULL, SLIDING), sliding_window=5))
+def test_a_causal_window_shows_as_many_keys_as_it_says() -> None:
+    layout = index().layout
+    for window in (1, 2, 5, 40):
+        shown = DenseBlocks(layout).visible(BlockRule(True, window)).sum(-1)
+        at = layout.anchor.unsqueeze(1) + torch.arange(B)
+        assert torch.equal(shown, (at + 1).clamp(max=window))
+
+
+@ALL_KINDS
+@ALL_ATTENTION
+@pytest.mark.parametrize("causal", [None, True])
+def test_training_is_cached_drafting_however_the_context_came(kind: str, attention: str, causal: bool | None) -> None:
+    """For multi-latent attention: the naive form is the absorbed one, which caches latent rows and shared keys only."""
+    model = drafter(config(kind, attention, layer_types=(FULL, SLIDING), sliding_window=5, is_causal=causal))
     made = index(model.config.predictions)
     trained = hidden(model, made)
-    for split in ((9,), (1, 3, 5), (4, 5)):
+    for split in ((9,), (1, 3, 5), (4, 5), (1,) * 9):
         caches, at = model.new_cache(2, 16), 0
+        if attention != "gqa":
+            assert [(c.k.shape, c.v.shape) for c in caches] == [((2, 1, 17, 4), (2, 1, 17, 7))] * 2
         for count in split:  # the two documents side by side; the second one's anchor is earlier
             positions = torch.arange(at, at + count).expand(2, -1).clone()
             positions[1, positions[1] >= 6] = -1
@@ -162,6 +206,16 @@ def test_training_is_cached_drafting_however_the_context_came(kind: str) -> None
         embeds = block_embeds(TABLES.embedding, IDS, torch.tensor([9, 18]), B, V - 1)
         found = model.draft(embeds, anchors, caches)
         torch.testing.assert_close(found, trained[[2, 4]], atol=1e-12, rtol=0)
+
+
+@ALL_ATTENTION
+def test_shifting_all_positions_changes_nothing(attention: str) -> None:
+    model, made = drafter(config(attention=attention, layer_types=(FULL, SLIDING), sliding_window=5)), index()
+    plain = hidden(model, made)
+    inner = model.stack[0].self_attn
+    angles = inner.angles
+    inner.angles = lambda positions, dtype: angles(positions + 1000, dtype)  # type: ignore[method-assign]
+    torch.testing.assert_close(hidden(model, made), plain, atol=1e-9, rtol=0)
 
 
 def plain_loss(model: BlockDrafter, made: BlockIndex) -> Tensor:
@@ -197,9 +251,10 @@ def plain_loss(model: BlockDrafter, made: BlockIndex) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_losses_and_gradients_are_those_of_plain_autograd(kind: str) -> None:
-    model = drafter(config(kind))
+@ALL_KINDS
+@ALL_ATTENTION
+def test_losses_and_gradients_are_those_of_plain_autograd(kind: str, attention: str) -> None:
+    model = drafter(config(kind, attention))
     made = index(model.config.predictions)
     result = block_loss(model, TEACHER, IDS, AUX, LAST, made, chunk=3)
     result.loss.backward()
@@ -227,9 +282,10 @@ def test_gradients_stop_where_they_are_told_to() -> None:
         assert torch.equal(moved, model.fc.weight.grad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_without_supervision_gives_zero_for_every_parameter(kind: str) -> None:
-    model = drafter(config(kind))
+@ALL_KINDS
+@ALL_ATTENTION
+def test_a_batch_without_supervision_gives_zero_for_every_parameter(kind: str, attention: str) -> None:
+    model = drafter(config(kind, attention))
     made = block_index(LENGTHS, np.zeros_like(MASK), [], B, model.config.predictions, 4.0, 8, 8, 8)
     result = block_loss(model, TEACHER, IDS, AUX, LAST, made)
     result.loss.backward()
@@ -237,8 +293,9 @@ def test_a_batch_without_supervision_gives_zero_for_every_parameter(kind: str) -
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
 
 
-def test_neutral_parts_leave_dflash() -> None:
-    plain, extended, spark = drafter(config()), drafter(config("dflash2")), drafter(config("dspark"))
+@ALL_ATTENTION
+def test_neutral_parts_leave_dflash(attention: str) -> None:
+    plain, extended, spark = (drafter(config(kind, attention)) for kind in KINDS)
     shared = plain.state_dict()
     for model in (extended, spark):
         model.load_state_dict(shared, strict=False)
@@ -295,9 +352,10 @@ def test_anchors_stand_on_supervised_tokens_whose_next_one_is_too() -> None:
     assert candidate_anchors(mask).tolist() == [*range(5, 16), *range(20, 30)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_walk_draws_from_the_law_it_reports(kind: str) -> None:
-    model = BlockDrafter(config(kind))
+@ALL_KINDS
+@pytest.mark.parametrize("attention", ["gqa", "mla"])
+def test_the_walk_draws_from_the_law_it_reports(kind: str, attention: str) -> None:
+    model = BlockDrafter(config(kind, attention))
     init_blocks(model, 0)
     drafts = BlockDrafts(model, Tables(*(table.float() for table in TABLES)))
     k = model.config.predictions

@@ -72,12 +72,12 @@ class BlockLayout:
 
 
 class BlockAttention(Protocol):
-    """A form of the mask; K/V are [N, kv_heads, dim] of the context and [M, B, kv_heads, dim] of the blocks."""
+    """A form of the mask; K/V are [N, kv_heads, d or dv] of the context and [M, B, kv_heads, d or dv] of the blocks."""
 
     def attend(
         self, q: Tensor, context: tuple[Tensor, Tensor], own: tuple[Tensor, Tensor], rule: BlockRule, scale: float
     ) -> Tensor:
-        """Queries [M, B, heads, dim] to the attended values, same shape."""
+        """Queries [M, B, heads, d] to the attended values [M, B, heads, dv]."""
         ...
 
 
@@ -149,9 +149,9 @@ class GatheredBlocks:
     ) -> Tensor:
         """See `BlockAttention`."""
         layout = self.layout
-        size, heads, kv_heads, dim = layout.size, q.shape[2], own[0].shape[2], q.shape[3]
+        size, heads, kv_heads = layout.size, q.shape[2], own[0].shape[2]
         groups = heads // kv_heads
-        # [documents, drafted, B, kv, g, dim] -> [documents, kv, drafted, g, B, dim]: one matrix for each kv head.
+        # [documents, drafted, B, kv, g, d] -> [documents, kv, drafted, g, B, d]: one matrix for each kv head.
         grid = self._spread(q * scale, self.block_place, layout.drafted).unflatten(3, (kv_heads, groups))
         grid = grid.permute(0, 3, 1, 4, 2, 5)
         past_k, past_v = (self._spread(x, self.row_place, layout.width).transpose(1, 2) for x in context)
@@ -167,5 +167,5 @@ class GatheredBlocks:
         far, close = weights.split((layout.width, size), dim=-1)
         out = (far.flatten(2, 4) @ past_v).unflatten(2, (layout.drafted, groups, size))
         out = out + (close.flatten(3, 4) @ own_v).unflatten(3, (groups, size))
-        placed = out.permute(0, 2, 4, 1, 3, 5).reshape(-1, size, heads, dim)
+        placed = out.permute(0, 2, 4, 1, 3, 5).reshape(-1, size, heads, out.shape[-1])
         return placed.index_select(0, self.block_place)

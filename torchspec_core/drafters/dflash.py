@@ -3,8 +3,9 @@
 The target's states enter as keys and values of every layer ("KV injection"); only the block's slots ask. The input is
 the newest token followed by mask tokens. One module serves three kinds, composed from parts: `dflash` fills the mask
 slots in; `dflash2` adds a convolution around every sublayer and a selector among the best candidates; `dspark` lets
-the anchor slot predict too and adds a Markov bias and a confidence head. Embedding and head are the target's, frozen,
-and not parameters here. Parameter names are those that vLLM reads.
+the anchor slot predict too and adds a Markov bias and a confidence head. Attention is grouped-query with a norm on
+every head, or multi-latent without one. Embedding and head are the target's, frozen, and not parameters here. Parameter
+names are those that vLLM reads.
 
 Prediction n (0-based) of a block at anchor a is the token at a + 1 + n, whatever the kind.
 """
@@ -16,20 +17,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from torchspec_core.drafters.attention import DraftCache, GroupedQueryAttention
-from torchspec_core.drafters.blocks import (
-    BlockAttention,
-    BlockForm,
-    BlockLayout,
-    BlockRule,
-    GatheredBlocks,
-    block_visible,
-)
+from torchspec_core.drafters.attention import Angles, Attention, DraftCache, GroupedQueryAttention
+from torchspec_core.drafters.blocks import BlockAttention, BlockForm, BlockLayout, BlockRule, GatheredBlocks
 from torchspec_core.drafters.convolution import GroupedDynamicConvolution
-from torchspec_core.drafters.layers import RMSNorm, SwiGLU
-from torchspec_core.drafters.rope import RopeConfig, rotate_halves
+from torchspec_core.drafters.layers import PartNorms, RMSNorm, SwiGLU
+from torchspec_core.drafters.mla import MLAConfig, MultiLatentAttention
+from torchspec_core.drafters.rope import RopeConfig
+from torchspec_core.drafters.rope_config import check_mla_rope
 from torchspec_core.drafters.slots import CandidateSelector, ConfidenceHead, MarkovHead, Tables
 from torchspec_core.errors import UserError
 
@@ -59,11 +54,14 @@ class BlockConfig:
 
     Attributes:
         kind: `dflash`, `dflash2` or `dspark`.
+        num_kv_heads, head_dim: of grouped-query attention; multi-latent attention has its widths in `mla`.
         aux_layers: canonical layer ids whose states enter `fc`, in order.
         block_size: input slots of a block, the anchor's included.
         mask_token_id: the row of the target's embedding that stands for "fill this in".
         layer_types: `full_attention` or `sliding_attention` for each layer.
         is_causal: holds for all layers; none = sliding layers are causal, full ones are not.
+        mla: widths of multi-latent attention; None = grouped-query attention.
+        fc_norm: a norm for each aux state, before `fc`; no vLLM class of these kinds has one.
     """
 
     kind: str
@@ -85,6 +83,8 @@ class BlockConfig:
     convolution: ConvolutionConfig | None = None
     selector: SelectorConfig | None = None
     markov_rank: int | None = None
+    mla: MLAConfig | None = None
+    fc_norm: bool = False
 
     def __post_init__(self) -> None:
         if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
@@ -111,6 +111,8 @@ class BlockConfig:
             raise UserError(
                 f"drafter.conv_group_size {self.convolution.group_size} does not divide the width {self.hidden_size}"
             )
+        if self.mla is not None:
+            check_mla_rope(self.rope)
         if self.selector and not 0 < self.selector.top_k <= self.vocab_size:
             raise UserError(
                 f"drafter.selector_top_k {self.selector.top_k} must be from 1 to the vocabulary's {self.vocab_size}"
@@ -133,13 +135,14 @@ class BlockConfig:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as JSON types."""
-        return {**asdict(self), "aux_layers": list(self.aux_layers), "layer_types": list(self.layer_types)}
+        """The configuration as JSON types; forms that are switched off are left out."""
+        values = {**asdict(self), "aux_layers": list(self.aux_layers), "layer_types": list(self.layer_types)}
+        return {name: value for name, value in values.items() if value or name not in ("mla", "fc_norm")}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> BlockConfig:
         """The inverse of `to_json`."""
-        convolution, selector = values["convolution"], values["selector"]
+        convolution, selector, mla = values["convolution"], values["selector"], values.get("mla")
         return BlockConfig(
             **{
                 **values,
@@ -148,58 +151,9 @@ class BlockConfig:
                 "rope": RopeConfig.from_json(values["rope"]),
                 "convolution": convolution and ConvolutionConfig(**convolution),
                 "selector": selector and SelectorConfig(**selector),
+                "mla": mla and MLAConfig(**mla),
             }
         )
-
-
-class NormedAttention(GroupedQueryAttention):
-    """Grouped-query attention with a norm on every query and key head, before the rotation."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        size = config.hidden_size
-        super().__init__(size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def project_queries(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """[..., H] to normed, rotated queries [..., num_heads, head_dim]."""
-        return rotate_halves(self.q_norm(self.q_proj(u).unflatten(-1, (self.num_heads, self.head_dim))), *angles)
-
-    def project_keys(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[..., H] to normed, rotated keys and values, both [..., num_kv_heads, head_dim]."""
-        split = (self.num_kv_heads, self.head_dim)
-        return rotate_halves(self.k_norm(self.k_proj(u).unflatten(-1, split)), *angles), self.v_proj(u).unflatten(
-            -1, split
-        )
-
-    def extend(self, context: Tensor, positions: Tensor, cache: DraftCache) -> None:
-        """Write keys and values of context features [B, T, H] at slot = position; position -1 = padding row."""
-        k, v = self.project_keys(context, self.angles(positions.clamp(min=0), context.dtype))
-        slots = positions.masked_fill(positions < 0, cache.capacity)
-        batch = torch.arange(len(context), device=context.device).unsqueeze(1)
-        cache.k[batch, :, slots] = k
-        cache.v[batch, :, slots] = v
-        cache.upto = max(cache.upto, int(positions.max()) + 1)
-
-    def cached_block(self, u: Tensor, anchor: Tensor, rule: BlockRule, cache: DraftCache) -> Tensor:
-        """Attend from one block a row, [B, Q, H] at positions anchor[b] + slot, to the cached context and itself."""
-        offset, rows = (torch.arange(n, device=u.device) for n in (u.shape[1], cache.upto))
-        zero = torch.zeros_like(offset[0])
-        positions = anchor.unsqueeze(1) + offset
-        angles = self.angles(positions, u.dtype)
-        q, (k, v) = self.project_queries(u, angles), self.project_keys(u, angles)
-        at, slot = anchor.view(-1, 1, 1), offset.view(1, -1, 1)
-        past = block_visible(rule, zero, at, slot, zero - 1, rows)
-        own = block_visible(rule, zero, at, slot, zero, positions.unsqueeze(1))
-        attended = functional.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            torch.cat((cache.k[:, :, : cache.upto], k.transpose(1, 2)), dim=2),
-            torch.cat((cache.v[:, :, : cache.upto], v.transpose(1, 2)), dim=2),
-            attn_mask=torch.cat((past, own), dim=-1).unsqueeze(1),
-            scale=self.scale,
-            enable_gqa=self.num_heads != self.num_kv_heads,
-        )
-        return self.combine(attended.transpose(1, 2))
 
 
 class BlockLayer(nn.Module):
@@ -207,10 +161,16 @@ class BlockLayer(nn.Module):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
-        size, conv = config.hidden_size, config.convolution
-        self.input_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
-        self.self_attn = NormedAttention(config)
+        size, conv, eps = config.hidden_size, config.convolution, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(size, eps)
+        self.post_attention_layernorm = RMSNorm(size, eps)
+        self.self_attn: Attention = (
+            GroupedQueryAttention(
+                size, size, config.num_heads, config.num_kv_heads, config.head_dim, config.rope, head_norm_eps=eps
+            )
+            if config.mla is None
+            else MultiLatentAttention(size, size, config.num_heads, config.mla, config.rope, eps)
+        )
         self.mlp = SwiGLU(size, config.intermediate_size)
         self.attention_conv, self.mlp_conv = (
             GroupedDynamicConvolution(size, conv.kernel_size, conv.group_size) if conv else None for _ in range(2)
@@ -236,6 +196,8 @@ class BlockDrafter(nn.Module):
         super().__init__()
         self.config = config
         size = config.hidden_size
+        if config.fc_norm:
+            self.fc_norm = PartNorms(len(config.aux_layers), size, config.rms_norm_eps)
         self.fc = nn.Linear(len(config.aux_layers) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(BlockLayer(config) for _ in config.layer_types)
@@ -255,7 +217,7 @@ class BlockDrafter(nn.Module):
 
     def context(self, aux: Tensor) -> Tensor:
         """Target states of the aux layers [..., A * H] to context features [..., H], the same for all layers."""
-        return self.hidden_norm(self.fc(aux))
+        return self.hidden_norm(self.fc(self.fc_norm(aux) if self.config.fc_norm else aux))
 
     def forward(self, aux: Tensor, embeds: Tensor, layout: BlockLayout, form: BlockForm = GatheredBlocks) -> Tensor:
         """Draft all blocks of a packed batch.
@@ -329,12 +291,12 @@ class BlockDrafter(nn.Module):
 
 
 def _training_attention(
-    attention: NormedAttention,
+    attention: Attention,
     mask: BlockAttention,
     rule: BlockRule,
     context: Tensor,
-    row_angles: tuple[Tensor, Tensor],
-    slot_angles: tuple[Tensor, Tensor],
+    row_angles: Angles,
+    slot_angles: Angles,
 ) -> Any:
     def attend(z: Tensor) -> Tensor:
         past, own = attention.project_keys(context, row_angles), attention.project_keys(z, slot_angles)
@@ -344,7 +306,7 @@ def _training_attention(
     return attend
 
 
-def _cached_attention(attention: NormedAttention, anchor: Tensor, rule: BlockRule, cache: DraftCache) -> Any:
+def _cached_attention(attention: Attention, anchor: Tensor, rule: BlockRule, cache: DraftCache) -> Any:
     return lambda z: attention.cached_block(z, anchor, rule, cache)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from torchspec_core.drafters.attention import DraftCache, GroupedQueryAttention
-from torchspec_core.drafters.layers import RMSNorm, SwiGLU
+from torchspec_core.drafters.layers import PartNorms, RMSNorm, SwiGLU
 from torchspec_core.drafters.mla import MLAConfig, MultiLatentAttention
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.rope_config import check_mla_rope
@@ -146,9 +146,7 @@ class Eagle3Drafter(nn.Module):
         if config.norm_before_fc:
             self.input_norm = RMSNorm(aux_size, config.rms_norm_eps)
         if config.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                RMSNorm(config.target_hidden_size, config.rms_norm_eps) for _ in config.aux_layers
-            )
+            self.fc_norm = PartNorms(config.num_aux, config.target_hidden_size, config.rms_norm_eps)
         self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -159,8 +157,7 @@ class Eagle3Drafter(nn.Module):
         if self.config.norm_before_fc:
             aux = self.input_norm(aux)
         if self.config.fc_norm:
-            parts = aux.chunk(self.config.num_aux, dim=-1)
-            aux = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
+            aux = self.fc_norm(aux)
         return self.fc(aux)
 
     def feedback(self, out: Tensor) -> Tensor:

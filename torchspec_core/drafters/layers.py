@@ -56,6 +56,18 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x, grad_weight, None
 
 
+class PartNorms(nn.ModuleList):
+    """A norm of its own for each of `count` equal parts of a row, in front of the projection that joins them."""
+
+    def __init__(self, count: int, size: int, eps: float) -> None:
+        super().__init__(RMSNorm(size, eps) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., count * size] to the same shape."""
+        parts = x.chunk(len(self), dim=-1)
+        return torch.cat([norm(part) for norm, part in zip(self, parts, strict=True)], dim=-1)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(z)) * up(z)), no biases."""
 

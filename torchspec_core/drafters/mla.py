@@ -2,8 +2,8 @@
 
 Per row the input gives a latent c (`kv_lora_rank` numbers, normed) and one rotary key k_r that all heads share; each
 head's own key part and value are linear in c. Training uses the naive form: keys [k_nope ; k_r] and values are made
-for every row, so the masks of `ttt` serve as they are. Decoding uses the absorbed form: the cache holds c and k_r
-alone, queries are taken into the latent space and the values' projection is applied after the softmax.
+for every row, so the masks of `ttt` and `blocks` serve as they are. Decoding uses the absorbed form: the cache holds c
+and k_r alone, queries are taken into the latent space and the values' projection is applied after the softmax.
 
 Rotary positions pair neighbours (interleaved), on the rotary parts only. YaRN multiplies the scores by mscale^2.
 Parameter names are DeepSeek's, which engines read. As in vLLM, every norm uses the drafter's epsilon.
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from torchspec_core.drafters.attention import DraftCache
+from torchspec_core.drafters.attention import Angles, Attention
 from torchspec_core.drafters.layers import RMSNorm
-from torchspec_core.drafters.rope import RopeConfig, rope_angles, rotate_pairs, yarn_mscale
+from torchspec_core.drafters.rope import RopeConfig, rotate_pairs, yarn_mscale
 from torchspec_core.drafters.rope_config import check_mla_rope
 from torchspec_core.errors import UserError
 
@@ -50,7 +50,7 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-class MultiLatentAttention(nn.Module):
+class MultiLatentAttention(Attention):
     """`num_heads` heads over rows [..., input_size], result [..., output_size]; no biases."""
 
     def __init__(
@@ -59,6 +59,7 @@ class MultiLatentAttention(nn.Module):
         super().__init__()
         check_mla_rope(rope)
         self.num_heads, self.sizes, self.rope = num_heads, sizes, rope
+        self.rotary_width, self.cache_shape = sizes.qk_rope_head_dim, (1, sizes.qk_rope_head_dim, sizes.kv_lora_rank)
         queries = num_heads * sizes.qk_head_dim
         if sizes.q_lora_rank is None:
             self.q_proj = nn.Linear(input_size, queries, bias=False)
@@ -79,11 +80,7 @@ class MultiLatentAttention(nn.Module):
         grown = yarn_mscale(self.rope.factor, self.rope.mscale_all_dim or 0.0) if self.rope.kind == "yarn" else 1.0
         return self.sizes.qk_head_dim**-0.5 * grown * grown
 
-    def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Rotary (cos, sin) of these positions for this attention's rotary width."""
-        return rope_angles(self.rope, self.sizes.qk_rope_head_dim, positions, dtype)
-
-    def project_queries(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def project_queries(self, u: Tensor, angles: Angles) -> Tensor:
         """[..., input_size] to queries [..., num_heads, nope + rope], the rotary part rotated."""
         q = self.q_proj(u) if self.sizes.q_lora_rank is None else self.q_b_proj(self.q_a_layernorm(self.q_a_proj(u)))
         nope, rotary = q.unflatten(-1, (self.num_heads, -1)).split(
@@ -91,18 +88,18 @@ class MultiLatentAttention(nn.Module):
         )
         return torch.cat((nope, rotate_pairs(rotary, *angles)), dim=-1)
 
-    def latent(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """[..., input_size] to (shared rotary key [..., 1, rope], latent row [..., kv_lora_rank])."""
+    def cache_rows(self, u: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
+        """[..., input_size] to (shared rotary key [..., 1, rope], latent row [..., 1, kv_lora_rank])."""
         latent, rotary = self.kv_a_proj_with_mqa(u).split(
             [self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim], dim=-1
         )
-        return rotate_pairs(rotary.unsqueeze(-2), *angles), self.kv_a_layernorm(latent)
+        return rotate_pairs(rotary.unsqueeze(-2), *angles), self.kv_a_layernorm(latent).unsqueeze(-2)
 
-    def project_keys(self, u: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def project_keys(self, u: Tensor, angles: Angles) -> tuple[Tensor, Tensor]:
         """[..., input_size] to keys [..., num_heads, nope + rope] and values [..., num_heads, v]: the naive form."""
-        rotary, latent = self.latent(u, angles)
+        rotary, latent = self.cache_rows(u, angles)
         nope, v = (
-            self.kv_b_proj(latent)
+            self.kv_b_proj(latent.squeeze(-2))
             .unflatten(-1, (self.num_heads, -1))
             .split([self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=-1)
         )
@@ -112,31 +109,17 @@ class MultiLatentAttention(nn.Module):
         """[..., num_heads, v] to [..., output_size]."""
         return self.o_proj(attended.flatten(-2))
 
-    def new_cache(self, batch: int, capacity: int) -> DraftCache:
-        """An empty cache: `k` holds shared rotary keys, `v` latent rows."""
-        weight = self.kv_b_proj.weight
-        return DraftCache(
-            weight.new_zeros(batch, 1, capacity + 1, self.sizes.qk_rope_head_dim),
-            weight.new_zeros(batch, 1, capacity + 1, self.sizes.kv_lora_rank),
-        )
-
-    def cached(self, u: Tensor, positions: Tensor, cache: DraftCache) -> Tensor:
-        """Attend with a cache in the absorbed form; arguments and promises are those of
-        `GroupedQueryAttention.cached`."""
-        angles = self.angles(positions.clamp(min=0), u.dtype)
-        rotary, latent = self.latent(u, angles)
-        visible = cache.write(positions, rotary, latent.unsqueeze(-2))
-        keys, latents = cache.k[:, 0, : cache.upto], cache.v[:, 0, : cache.upto]
+    def read(self, q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        """The absorbed form: `k` holds shared rotary keys, `v` latent rows, and no head's own keys are ever made."""
+        keys, latents = k[:, 0], v[:, 0]
         up_k, up_v = self.kv_b_proj.weight.unflatten(0, (self.num_heads, -1)).split(
             [self.sizes.qk_nope_head_dim, self.sizes.v_head_dim], dim=1
         )
-        nope, q_rotary = self.project_queries(u, angles).split(
-            [self.sizes.qk_nope_head_dim, self.sizes.qk_rope_head_dim], dim=-1
-        )
+        nope, rotary = q.split([self.sizes.qk_nope_head_dim, self.sizes.qk_rope_head_dim], dim=-1)
         absorbed = torch.einsum("bthd,hdr->bhtr", nope, up_k)
         scores = absorbed.flatten(1, 2) @ latents.transpose(1, 2)
-        scores = scores + q_rotary.transpose(1, 2).flatten(1, 2) @ keys.transpose(1, 2)
+        scores = scores + rotary.transpose(1, 2).flatten(1, 2) @ keys.transpose(1, 2)
         scores = scores.unflatten(1, (self.num_heads, -1)).mul(self.scale)
         weights = scores.masked_fill(~visible.unsqueeze(1), float("-inf")).softmax(dim=-1)
         mixed = (weights.flatten(1, 2) @ latents).unflatten(1, (self.num_heads, -1))
-        return self.combine(torch.einsum("bhtr,hdr->bthd", mixed, up_v))
+        return torch.einsum("bhtr,hdr->bthd", mixed, up_v)
