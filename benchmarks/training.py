@@ -61,6 +61,7 @@ from benchmarks.training_parts import (
 from torchspec_core.drafters.layers import rms_norm
 from torchspec_core.objectives.alignment import teacher_weight
 from torchspec_core.objectives.anchors import Anchors
+from torchspec_core.objectives.eagle3 import Eagle3Loss
 from torchspec_core.objectives.result import LossResult
 from torchspec_core.training.batch import IndexBuilder, PackedBatch, pack
 from torchspec_core.training.eagle3 import eagle3_objective, new_drafter, ttt_builder
@@ -72,6 +73,7 @@ DEPTHS, ANCHORS, BUDGET, LR, CLIP = 3, 32, 1024, 1e-3, 1.0
 ROUNDS, STEPS, LARGE_STEPS = 5, 20, 6
 RECIPE = Path("configs/quickstart.yaml")
 ROWS = ("data.prompts=[{name: sharegpt, rows: 300}]", "data.heldout=20")
+LOSS = Eagle3Loss(depth_decay=1.0)
 SETTINGS = OptimizerSettings("adamw", LR, 0.02, 0.01, (0.9, 0.95), CLIP)
 
 
@@ -100,7 +102,7 @@ class Variant:
         self.drafter = new_drafter(material.config, "random", 0, material.head, material.kept)
         masters: Masters = make_masters(self.drafter, torch.bfloat16)
         self.optimizer: Update = LoopOptimizer(masters, LR, CLIP) if self.loop else make_optimizer(masters, SETTINGS)
-        self.objective = eagle3_objective(material.teacher, 1.0)
+        self.objective = eagle3_objective(material.teacher, LOSS)
         self.next = 0
 
     def load(self, batch: Batch) -> PackedBatch:
@@ -116,7 +118,7 @@ class Variant:
         result: LossResult = self.objective(self.drafter, loaded)
         result.loss.backward()
         norm = self.optimizer.step(1.0)
-        measured = (result.loss.detach(), result.numerator, result.correct, result.count, norm)
+        measured = (result.loss.detach(), result.numerator, result.count, *result.extras.values(), norm)
         if self.sync:
             for value in measured:
                 [part.item() for part in value.flatten()]
@@ -257,7 +259,7 @@ def check_peer(peer: Peer, large: Variant) -> dict[str, float]:
     ours = (result.numerator - (index.weight * entropy).sum(dim=1)) / result.count
     return {
         "check.loss_ours": float(ours.sum()), "check.loss_peer": answer["loss"],
-        "check.right_ours": float(result.correct[0]), "check.right_peer": answer["full_acc_0_sum"],
+        "check.right_ours": float(result.extras["acc_0"][0]), "check.right_peer": answer["full_acc_0_sum"],
         "check.rows_ours": float(result.count[0]), "check.rows_peer": answer["full_acc_0_total"],
     }  # fmt: skip
 

@@ -55,7 +55,7 @@ def prepare(recipe: Path, overrides: Sequence[str]) -> Material:
     facts, head = read_facts(folders["target"]), load_head(folders["target"], torch.bfloat16)
     kept = torch.from_numpy(np.flatnonzero(np.load(folders["vocabulary"] / "t2d.npy")))
     teacher = Teacher(
-        load_embedding(folders["target"], torch.bfloat16), head.norm_weight, head.eps, head.head_weight[kept]
+        load_embedding(folders["target"], torch.bfloat16), head.norm_weight, head.eps, head.head_weight[kept], kept
     )
     config = drafter_config(params["drafter"], facts, states.layers[:-1])
     source = StateSamples(tokens, states, np.arange(len(tokens)))
