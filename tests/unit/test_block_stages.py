@@ -149,6 +149,12 @@ def test_the_walk_from_states_to_acceptance(kind: str, inputs: dict[str, Path], 
     ):
         torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=2e-4) if ours is not None else None
 
+    temperatures = {"dspark": K}.get(kind, 0)
+    assert len(trained.config.confidence_temperatures or ()) == temperatures
+    assert loaded.config.confidence_temperatures == trained.config.confidence_temperatures
+    assert ("confidence_error" in validation) == bool(temperatures)
+    assert validation.get("confidence_error", 0) <= validation.get("confidence_error_uncalibrated", 0)
+
     numbers = json.loads((folders["evaluation"] / "evaluation.json").read_text())
     for mode in ("greedy", "t1"):
         by_slot = [numbers[f"heldout.{mode}.slot_{slot}"] for slot in range(1, K + 1)]

@@ -59,7 +59,7 @@ class BlockDrafts:
             if self.judging:
                 peaks.append(peak(scores, temperature))
                 if self.config.markov_rank is not None:
-                    confidences.append(self.drafter.confidence(hidden[:, slot], previous))
+                    confidences.append(self.drafter.confidence(hidden[:, slot], previous, slot))
             if u is None:
                 chosen = scores.argmax(dim=-1)
             else:

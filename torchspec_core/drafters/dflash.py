@@ -62,6 +62,7 @@ class BlockConfig:
         is_causal: holds for all layers; none = sliding layers are causal, full ones are not.
         mla: widths of multi-latent attention; None = grouped-query attention.
         fc_norm: a norm for each aux state, before `fc`; no vLLM class of these kinds has one.
+        confidence_temperatures: what each prediction's confidence logit is divided by; none = not calibrated.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class BlockConfig:
     markov_rank: int | None = None
     mla: MLAConfig | None = None
     fc_norm: bool = False
+    confidence_temperatures: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
@@ -137,12 +139,13 @@ class BlockConfig:
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON types; forms that are switched off are left out."""
         values = {**asdict(self), "aux_layers": list(self.aux_layers), "layer_types": list(self.layer_types)}
-        return {name: value for name, value in values.items() if value or name not in ("mla", "fc_norm")}
+        return {name: value for name, value in values.items() if value or name not in _FORMS}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> BlockConfig:
         """The inverse of `to_json`."""
         convolution, selector, mla = values["convolution"], values["selector"], values.get("mla")
+        temperatures = values.get("confidence_temperatures")
         return BlockConfig(
             **{
                 **values,
@@ -152,8 +155,12 @@ class BlockConfig:
                 "convolution": convolution and ConvolutionConfig(**convolution),
                 "selector": selector and SelectorConfig(**selector),
                 "mla": mla and MLAConfig(**mla),
+                "confidence_temperatures": None if temperatures is None else tuple(temperatures),
             }
         )
+
+
+_FORMS = ("mla", "fc_norm", "confidence_temperatures")
 
 
 class BlockLayer(nn.Module):
@@ -285,9 +292,12 @@ class BlockDrafter(nn.Module):
             return unary + self.markov_head.markov_w2(self.markov_head.features(previous)), None
         return unary, None
 
-    def confidence(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """DSpark's estimate [N] that the draft of a slot with hidden [N, H] is accepted after `previous` [N]."""
-        return torch.sigmoid(self.confidence_head(hidden, self.markov_head.features(previous)).float())
+    def confidence(self, hidden: Tensor, previous: Tensor, place: int) -> Tensor:
+        """DSpark's estimate [N] that prediction `place`, of a slot with hidden [N, H], is accepted after `previous`
+        [N]; calibrated if the drafter is."""
+        logit = self.confidence_head(hidden, self.markov_head.features(previous)).float()
+        temperatures = self.config.confidence_temperatures
+        return torch.sigmoid(logit if temperatures is None else logit / temperatures[place])
 
 
 def _training_attention(

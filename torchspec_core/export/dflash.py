@@ -76,6 +76,8 @@ def engine_config(config: BlockConfig, target: TargetFacts, dtype: str) -> dict[
             "target_num_hidden_layers": target.num_layers,
         },
     }
+    if config.confidence_temperatures is not None:
+        values["torchspec"]["confidence_temperatures"] = list(config.confidence_temperatures)
     if config.is_causal is not None:
         values["is_causal"] = config.is_causal
     if config.markov_rank is not None:
@@ -155,6 +157,7 @@ def loaded_config(values: Mapping[str, Any], where: str = CONFIG) -> BlockConfig
     """The drafter's shape from an exported `config.json`."""
     kind = kind_of_export(values, where).name
     nested = values if kind == "dspark" else (values.get("dflash_config") or {})
+    own = values.get("torchspec") or {}
     switched_on = [name for name in UNSUPPORTED if values.get(name) or nested.get(name)]
     if switched_on:
         raise UserError(
@@ -185,6 +188,7 @@ def loaded_config(values: Mapping[str, Any], where: str = CONFIG) -> BlockConfig
                 SelectorConfig(nested["selector_rank"], nested["selector_top_k"], "free") if kind == "dflash2" else None
             ),
             markov_rank=nested["markov_rank"] if kind == "dspark" else None,
+            confidence_temperatures=tuple(own["confidence_temperatures"]) if "confidence_temperatures" in own else None,
         )
     except KeyError as error:
         raise UserError(f"{where}: the key {error.args[0]} is missing; export the drafter again.") from None

@@ -26,7 +26,10 @@ def chunked(function: ChunkLoss, rows: Sequence[Tensor], shared: Sequence[Tensor
     Returns:
         (loss, carrying the gradient of every row and shared tensor that wants one; measures [R, ...]).
     """
-    loss, measures = _Chunked.apply(function, len(rows), chunk, *rows, *shared)
+    tensors = (*rows, *shared)
+    if not torch.is_grad_enabled():  # the function differentiates while it runs: it must not see what wants a gradient
+        tensors = tuple(tensor.detach() for tensor in tensors)
+    loss, measures = _Chunked.apply(function, len(rows), chunk, *tensors)
     return loss, measures
 
 

@@ -100,6 +100,44 @@ def block_loss(
     Returns:
         The loss and its parts by prediction; zero, connected to every parameter, if no slot has a weight.
     """
+    loss, seen = _slot_terms(drafter, teacher, ids, aux, last, index, weights, chunk, form)
+    taught = (index.chain if drafter.config.markov_rank is not None else index.weight) > 0
+    return _result(loss, seen, index, taught, drafter.config.predictions)
+
+
+@torch.no_grad()
+def judged_slots(
+    drafter: BlockDrafter, teacher: BlockTeacher, ids: Tensor, aux: Tensor, last: Tensor, index: BlockIndex
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What DSpark's confidence head says of each slot and what is so, after the true text; arguments as `block_loss`.
+
+    Returns:
+        ([M, P] logit, [M, P] probability that a drawn draft is accepted, [M, P] boolean: the slot and all before it
+        are supervised).
+    """
+    _, seen = _slot_terms(drafter, teacher, ids, aux, last, index, BlockWeights())
+    taught, places = (index.chain > 0).to(seen["logit"].dtype), drafter.config.predictions
+    logit, overlap, known = (by_block(taught * x, index, places) for x in (seen["logit"], seen["overlap"], 1.0))
+    return logit, overlap, known > 0
+
+
+def by_block(values: Tensor, index: BlockIndex, predictions: int) -> Tensor:
+    """[R] of the weighted slots, 0 for those that fill up, to [M, P]."""
+    flat = values.new_zeros(len(index.anchor) * predictions)
+    return flat.index_add(0, index.slot, values).view(-1, predictions)
+
+
+def _slot_terms(
+    drafter: BlockDrafter,
+    teacher: BlockTeacher,
+    ids: Tensor,
+    aux: Tensor,
+    last: Tensor,
+    index: BlockIndex,
+    weights: BlockWeights,
+    chunk: int = 512,
+    form: BlockForm = GatheredBlocks,
+) -> tuple[Tensor, _Seen]:
     config, tables = drafter.config, teacher.tables
     embeds = block_embeds(tables.embedding, ids, index.anchor, config.block_size, config.mask_token_id)
     hidden = drafter(aux, embeds, index.layout, form).flatten(0, 1).index_select(0, index.slot)
@@ -119,13 +157,10 @@ def block_loss(
     if compared:
         states = rms_norm(last.index_select(0, index.previous), teacher.norm, teacher.eps)
     if config.markov_rank is not None:
-        loss, seen = _dspark(drafter, tables, rows, states, weights, chunk)
-    elif config.selector is not None:
-        loss, seen = _dflash2(drafter, tables, rows, states, weights, chunk)
-    else:
-        loss, seen = _dflash(tables, rows, states, weights, chunk)
-    taught = (index.chain if config.markov_rank is not None else index.weight) > 0
-    return _result(loss, seen, index, taught, config.predictions)
+        return _dspark(drafter, tables, rows, states, weights, chunk)
+    if config.selector is not None:
+        return _dflash2(drafter, tables, rows, states, weights, chunk)
+    return _dflash(tables, rows, states, weights, chunk)
 
 
 @dataclass(frozen=True)
@@ -269,15 +304,14 @@ def _result(loss: Tensor, seen: _Seen, index: BlockIndex, taught: Tensor, predic
     slots whose predecessors are all supervised."""
     counted = taught.to(loss.dtype)
 
-    def grid(values: Tensor) -> Tensor:
-        """[R] to [P, M], 0 where nothing is taught."""
-        flat = values.new_zeros(len(index.anchor) * predictions)
-        return flat.index_add(0, index.slot, values * counted).view(-1, predictions).T
+    def places(values: Tensor) -> Tensor:
+        return by_block(values * counted, index, predictions).T
 
     overlap = seen.get("overlap")
-    extras = acceptance(grid(seen["hit"]), None if overlap is None else grid(overlap), grid(torch.ones_like(counted)))
+    count = places(torch.ones_like(counted))
+    extras = acceptance(places(seen["hit"]), None if overlap is None else places(overlap), count)
     chain = index.chain.to(loss.dtype)
     for name, values in seen.items():
         if name not in _BY_PLACE:
             extras[name] = torch.stack(((chain * values).sum(), chain.sum()))
-    return LossResult(loss, grid(seen["loss"]).sum(dim=1), grid(torch.ones_like(counted)).sum(dim=1), extras)
+    return LossResult(loss, places(seen["loss"]).sum(dim=1), count.sum(dim=1), extras)

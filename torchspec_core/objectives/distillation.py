@@ -43,7 +43,8 @@ def distillation_loss(
     rows = (hidden.transpose(0, 1), teacher_hidden, gold, share.T)
     blend = share.new_zeros(len(share), 1)
     if loss == "lk_lambda":
-        seen = _chunks("l1", blend, [row.detach() for row in rows], head.detach(), teacher_head, chunk)[1]
+        with torch.no_grad():
+            seen = _chunks("l1", blend, rows, head, teacher_head, chunk)[1]
         blend = lk_blend(seen[..., 2].T, share, eta)
     total, seen = _chunks(loss, blend, rows, head, teacher_head, chunk)
     return RowTerms(total, *seen.permute(2, 1, 0))

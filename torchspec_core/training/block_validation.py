@@ -8,14 +8,16 @@ look at it); the target's distributions stand on the true text. Names and estima
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from torchspec_core.drafters.dflash import BlockDrafter
+from torchspec_core.drafters.dflash import BlockConfig, BlockDrafter
 from torchspec_core.drafters.layers import rms_norm
 from torchspec_core.objectives.blocks import BlockIndex
-from torchspec_core.objectives.dflash import BlockTeacher, block_embeds
+from torchspec_core.objectives.calibration import fit_temperatures
+from torchspec_core.objectives.dflash import BlockTeacher, block_embeds, by_block, judged_slots
 from torchspec_core.objectives.metrics import acceptance, add_parts, estimates, means_of
 from torchspec_core.objectives.reduction import precise
 from torchspec_core.training.batch import PackedBatch
@@ -33,8 +35,7 @@ def drafted_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batch: PackedBa
     embeds = block_embeds(tables.embedding, batch.ids, index.anchor, config.block_size, config.mask_token_id)
     hidden = drafter(batch.aux, embeds, index.layout)
     previous = batch.ids.index_select(0, index.anchor)
-    valid = torch.zeros(blocks * places, dtype=precise(hidden).dtype)
-    valid = valid.index_add(0, index.slot, (index.weight > 0).to(valid.dtype)).view(blocks, places)
+    valid = by_block((index.weight > 0).to(precise(hidden).dtype), index, places)
     # The state that teaches prediction n of a block is n places after its anchor's.
     at = (index.anchor.unsqueeze(1) + torch.arange(places)).clamp(max=len(batch.last) - 1)
     count = config.selector.top_k if config.selector is not None else min(RECALL, config.vocab_size)
@@ -65,6 +66,23 @@ def drafted_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batch: PackedBa
             for place, pair in enumerate(torch.stack(((found * valid).sum(dim=1), valid.sum(dim=1)), dim=1))
         }
     return parts
+
+
+def calibrate(
+    drafter: BlockDrafter, teacher: BlockTeacher, batches: Sequence[PackedBatch]
+) -> tuple[BlockConfig, dict[str, float]]:
+    """The drafter's shape with temperatures of its confidence head fitted on the batches, and the calibration errors.
+
+    Confidences are judged at temperature 1, after the true text, against the exact probability that a draft is
+    accepted, which a finite set of drawn drafts would only scatter around.
+    """
+    parts = [judged_slots(drafter, teacher, b.ids, b.aux, b.last, b.index) for b in batches]
+    logit, accepted, known = (torch.cat(part).double().numpy() for part in zip(*parts, strict=True))
+    found = fit_temperatures(logit, accepted.cumprod(axis=1), known > 0)
+    return replace(drafter.config, confidence_temperatures=found.temperatures), {
+        "confidence_error_uncalibrated": found.before,
+        "confidence_error": found.after,
+    }
 
 
 def validate_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batches: Sequence[PackedBatch]) -> dict[str, float]:

@@ -24,7 +24,7 @@ from torchspec_core.objectives.dflash import BlockTeacher, BlockWeights, block_l
 from torchspec_core.objectives.result import LossResult
 from torchspec_core.targets.facts import TargetFacts
 from torchspec_core.training.batch import WIDTH_MULTIPLE, IndexBuilder, PackedBatch
-from torchspec_core.training.block_validation import validate_blocks
+from torchspec_core.training.block_validation import calibrate, validate_blocks
 from torchspec_core.training.method import Method, Setup
 
 _BLOCK_MULTIPLE = 8
@@ -139,4 +139,9 @@ def block_method(setup: Setup) -> Method:
 
     gap = config.block_size if training["anchor_max_gap"] is None else training["anchor_max_gap"]
     anchors = Anchors(training["anchors"] or _ANCHORS, gap, training["anchor_sampling"] or "uniform", setup.seed)
-    return Method(config, drafter, block_builder(config, anchors, training["block_gamma"]), objective, check)
+
+    def judge(model: BlockDrafter, batches: Sequence[PackedBatch]) -> tuple[BlockConfig, dict[str, float]]:
+        return calibrate(model, teacher, batches)
+
+    index = block_builder(config, anchors, training["block_gamma"])
+    return Method(config, drafter, index, objective, check, calibrate=judge if config.markov_rank is not None else None)

@@ -61,6 +61,7 @@ class Method:
         objective: loss of a batch.
         validation_index: the same for validation, where it differs.
         validate: flat metrics of some batches; has `acc_0` and `estimated_acceptance_length`.
+        calibrate: after training, what some batches add to the drafter's shape, and flat metrics of that.
     """
 
     config: DrafterConfig
@@ -69,3 +70,4 @@ class Method:
     objective: Objective
     validate: Callable[[Any, Sequence[PackedBatch]], dict[str, float]]
     validation_index: IndexBuilder | None = None
+    calibrate: Callable[[Any, Sequence[PackedBatch]], tuple[DrafterConfig, dict[str, float]]] | None = None

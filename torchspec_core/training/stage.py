@@ -132,13 +132,16 @@ def build(job: Job) -> None:
     weights = train(
         drafter, method.objective, method.index, source, plan, settings, scratch, partial(_report, job), check
     )
-    metrics = check(drafter)
+    metrics, config = check(drafter), method.config
+    if method.calibrate is not None:
+        config, errors = method.calibrate(drafter, batches)
+        metrics |= errors
     names = [name for name, _ in drafter.named_parameters()]
     tensors = {name: weight.contiguous() for name, weight in zip(names, weights, strict=True)}
     with job.workspace.shard(METRICS) as path:
         shutil.copyfile(scratch / METRICS, path)
     with job.workspace.shard(CONFIG) as path:
-        path.write_text(json.dumps(method.config.to_json(), indent=1))
+        path.write_text(json.dumps(config.to_json(), indent=1))
     with job.workspace.shard(WEIGHTS) as path:
         save_file(tensors, path, metadata={"format": "pt"})
     with job.workspace.shard(VALIDATION) as path:
