@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.unit import test_dflash as blocks
 from tests.unit.test_ttt import DEPTHS, SIZE, assert_same, batch, drafter, gradients, teacher
 from torchspec_core.objectives.anchors import Anchors, AnchorSampling
 from torchspec_core.objectives.eagle3 import eagle3_loss, embed_rows
 from torchspec_core.objectives.ttt import candidate_rows, ttt_index
 from torchspec_core.training.batch import Sample, pack
+from torchspec_core.training.dflash import block_builder
 from torchspec_core.training.eagle3 import ttt_builder
 
 CANDIDATES = np.array([2, 3, 4, 7, 8, 9, 10, 11, 12, 15, 16, 17, 18, 19, 20, 21, 22])
@@ -139,3 +141,24 @@ def test_a_batch_without_supervision_has_a_connected_loss_of_zero() -> None:
     assert loss.item() == 0.0
     assert grads.keys() == dict(model.named_parameters()).keys()
     assert all((gradient == 0).all() for gradient in grads.values())
+
+
+@pytest.mark.parametrize("sampling", ["strided", "uniform"])
+def test_blocks_stand_on_sampled_anchors_and_shapes_stay(sampling: AnchorSampling) -> None:
+    shape = blocks.config()
+    build = block_builder(shape, Anchors(6, 2, sampling, 0), 4.0)
+    mask = np.zeros(96, dtype=bool)
+    mask[10:50] = mask[64:91] = True
+    shapes, seen = set(), np.zeros(96)
+    for epoch in range(60):
+        made = build([60, 36], mask, ["a", "b"], epoch, 16)
+        first = made.layout.anchor[made.layout.block_document == 0][:6].numpy()
+        assert set(first.tolist()) <= set(range(10, 49)) and (np.diff(first) > 0).all()
+        if sampling == "strided":
+            steps = sorted(np.diff(first).tolist())
+            assert steps[:4] == [3] * 4  # at most two candidates between two anchors, but for where the walk wraps
+        shapes.add((len(made.anchor), made.layout.width, made.layout.drafted))
+        assert len(made.slot) % 16 == 0  # slots past the last supervised token have no row
+        seen[first] += 1
+    assert len(shapes) == 1
+    assert (seen[10:49] > 0).all()

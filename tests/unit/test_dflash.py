@@ -329,6 +329,23 @@ def test_a_selector_over_the_whole_vocabulary_is_full_cross_entropy_and_needs_no
     assert float(result.extras[f"recall_{V}"][0]) == pytest.approx(float(made.chain.sum()))
 
 
+def test_a_gold_token_that_is_the_best_candidate_is_not_injected() -> None:
+    model = drafter(config("dflash2"))
+    made = index(anchors=[np.array([7])])
+    h = hidden(model, made).flatten(0, 1)[made.slot]
+    ids = IDS.clone()
+    best = (h @ TABLES.head.T).topk(5, dim=-1)
+    ids[made.label] = best.indices[:, 0]  # the labels are no anchors: the block does not read them
+    result = block_loss(model, TEACHER, ids, AUX, LAST, made)
+    with torch.no_grad():
+        scores = best.values + model.candidate_selector(h, ids[made.previous], best.indices, TABLES)
+        expected = (made.chain * -scores.log_softmax(-1)[:, 0]).sum()
+    assert float(result.extras["selector_loss"][0]) == pytest.approx(float(expected), abs=1e-12)
+    for name in ("acc_0", "acc_1", "acc_2", "recall_5"):
+        top, bottom = result.extras[name].tolist()
+        assert top == pytest.approx(bottom) and bottom > 0
+
+
 def test_convolution_by_hand_and_no_leak_across_blocks() -> None:
     convolution = GroupedDynamicConvolution(2, 2, 2)
     with torch.no_grad():

@@ -246,9 +246,9 @@ def test_validation_counts_misses_and_leading_hits() -> None:
         np.mean([torch.minimum(q[row], p[i + 1]).sum().item() for row, i in taught])
     )
     assert result["estimated_acceptance_length_tv"] == pytest.approx(1 + result["slot_tv_0"] + result["slot_tv_1"])
-    assert result["coverage"] == pytest.approx(1.0)
+    assert result["kept_mass"] == pytest.approx(1.0)
     never = next(token for token in range(VOCABULARY) if token not in wanted)
     none = validate(model, target, full, torch.full((VOCABULARY,), never), [batch])  # every draft is the same token
     assert none["acc_0"] == none["acc_1"] == 0.0
     places = sorted({i + 1 + depth for depth, rows in enumerate(hits) for i, _ in rows})
-    assert none["coverage"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))
+    assert none["kept_mass"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))

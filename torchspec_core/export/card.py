@@ -127,8 +127,11 @@ def _numbers(validation: Mapping[str, Any]) -> str:
     return "".join(
         f"| validation, {name} | {value:.4g} |\n"
         for name, value in validation.items()
-        if name != "coverage" and isinstance(value, (int, float))
+        if isinstance(value, (int, float)) and not name.startswith(_LEFT_OUT)
     )
+
+
+_LEFT_OUT = ("coverage", "alpha_", "slot_tv_", "recall_")  # the first has its own line; the others are in the report
 
 
 def _attention(config: Mapping[str, Any]) -> str:

@@ -61,7 +61,7 @@ def soft_cross_entropy(
 
 
 def _bits(p: Tensor) -> Tensor:
-    """Probabilities as integers of the same order: integer maxima are ten times as fast as bf16 ones on CPU."""
+    """Probabilities as integers of the same order: integer comparisons are ten times as fast as bf16 ones on CPU."""
     return p.view({2: torch.int16, 4: torch.int32, 8: torch.int64}[p.element_size()])
 
 
@@ -110,7 +110,9 @@ class _SoftCrossEntropy(torch.autograd.Function):
             torch.softmax(q, dim=-1, out=q)
             q_at_best = q.gather(1, best)
             hit[:, part] = (q_at_best.squeeze(1) == _bits(q).amax(dim=1).view(q.dtype)).view(shape)
-            overlap[:, part] = torch.minimum(q.view(*shape, -1), p).sum(dim=-1, dtype=precise)
+            # Summed in the type itself: asking for another one converts every number first, six times the time.
+            smaller = torch.minimum(_bits(q).view(*shape, -1), _bits(p))
+            overlap[:, part] = smaller.view(q.dtype).sum(dim=-1)
             products = both @ head
             p_head = products[taught:]
             partition = logit_at_best - q_at_best.to(precise).clamp(min=torch.finfo(q.dtype).tiny).log()

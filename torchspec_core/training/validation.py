@@ -48,7 +48,7 @@ def drafted_parts(
     taught = valid.amax(dim=0)
     return {
         **acceptance(*(by_row(valid * x, index.student, rows) for x in (hit, overlap, 1.0))),
-        "coverage": torch.stack(((taught * mass).sum(), taught.sum())),
+        "kept_mass": torch.stack(((taught * mass).sum(), taught.sum())),
     }
 
 
@@ -59,8 +59,8 @@ def validate(
     kept: Tensor,
     batches: Iterable[PackedBatch],
 ) -> dict[str, float]:
-    """Flat metrics: `acc_d`, `alpha_d`, `slot_d`, `slot_tv_d`, the two estimates, `coverage` (the target's probability
-    that the draft vocabulary keeps), `rows`."""
+    """Flat metrics: `acc_d`, `alpha_d`, `slot_d`, `slot_tv_d`, the two estimates, `kept_mass` (the target's
+    probability of the draft vocabulary, the coverage of a pruned one), `rows`."""
     parts = add_parts([drafted_parts(drafter, teacher, full_head, kept, batch) for batch in batches])
     means = means_of(parts)
     return {**means, **estimates(means), "rows": float(parts["acc_0"][1])}
