@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -98,3 +100,14 @@ def test_the_trained_head_is_judged_after_the_true_text() -> None:
                 float(model.confidence_head.proj(torch.cat((hidden[m, n], features))).detach()), abs=1e-12
             )
     assert count > 8
+
+
+def test_drafts_are_judged_by_the_calibrated_confidence() -> None:
+    plain = blocks.drafter(blocks.config("dspark"))
+    shape = blocks.config("dspark", confidence_temperatures=(1.0, 2.0, 0.5, 4.0))
+    calibrated = blocks.drafter(shape)
+    hidden, previous = blocks.random(6, blocks.H), torch.arange(6)
+    for place, temperature in enumerate((1.0, 2.0, 0.5, 4.0)):
+        before, after = (m.confidence(hidden, previous, place) for m in (plain, calibrated))
+        torch.testing.assert_close(torch.logit(after), torch.logit(before) / temperature)
+    assert type(shape).from_json(json.loads(json.dumps(shape.to_json()))) == shape

@@ -59,10 +59,11 @@ def _chunks(
         scores = (hidden.flatten(0, 1) @ head.T).view(*hidden.shape[:2], -1)
         log_q = precise(scores).log_softmax(dim=-1)
         log_p = precise(states @ teacher_head.T).log_softmax(dim=-1).unsqueeze(1)
-        term = TERMS[loss](Row(log_p, log_q, gold.unsqueeze(1).expand(log_q.shape[:-1]), blend.T))
+        shared = log_overlap(log_p, log_q)
+        term = TERMS[loss](Row(log_p, log_q, shared, gold.unsqueeze(1).expand(log_q.shape[:-1]), blend.T))
         with torch.no_grad():
             hit = log_q.argmax(dim=-1) == log_p.argmax(dim=-1)
-            seen = torch.stack((term, hit.to(term.dtype), log_overlap(log_p, log_q).exp()), dim=-1)
+            seen = torch.stack((term, hit.to(term.dtype), shared.exp()), dim=-1)
         return (share * term).sum(), seen
 
     return chunked(terms, rows, (head,), chunk)

@@ -26,7 +26,12 @@ def log_overlap(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 def l1_distance(log_p: Tensor, log_q: Tensor) -> Tensor:
     """sum_v |p - q|, from 0 to 2; the same value and gradient as the sum of absolute values."""
-    return -2.0 * torch.expm1(log_overlap(log_p, log_q))
+    return 2.0 * missed(log_overlap(log_p, log_q))
+
+
+def missed(log_overlap: Tensor) -> Tensor:
+    """1 - overlap: total variation, the probability that a drawn draft is rejected."""
+    return -torch.expm1(log_overlap)
 
 
 def soft_cross_entropy_of(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -50,26 +55,27 @@ class Row:
 
     Attributes:
         log_p, log_q: [..., V], broadcast against each other.
+        log_overlap: [...] of the two.
         gold: [...] int64, the text's token.
         blend: lambda of `lk_lambda`, broadcast.
     """
 
     log_p: Tensor
     log_q: Tensor
+    log_overlap: Tensor
     gold: Tensor
     blend: Tensor
 
 
 def _lk_lambda(row: Row) -> Tensor:
-    missed = -torch.expm1(log_overlap(row.log_p, row.log_q))
-    return row.blend * kl_divergence(row.log_p, row.log_q) + (1.0 - row.blend) * missed
+    return row.blend * kl_divergence(row.log_p, row.log_q) + (1.0 - row.blend) * missed(row.log_overlap)
 
 
 TERMS: Mapping[DistillationLoss, Callable[[Row], Tensor]] = {
     "soft_ce": lambda row: soft_cross_entropy_of(row.log_p, row.log_q),
     "hard_ce": lambda row: hard_cross_entropy(row.log_q, row.gold),
-    "l1": lambda row: l1_distance(row.log_p, row.log_q),
-    "lk_alpha": lambda row: -log_overlap(row.log_p, row.log_q),
+    "l1": lambda row: 2.0 * missed(row.log_overlap),
+    "lk_alpha": lambda row: -row.log_overlap,
     "lk_lambda": _lk_lambda,
 }
 
