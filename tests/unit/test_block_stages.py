@@ -166,6 +166,34 @@ def test_the_walk_from_states_to_acceptance(kind: str, inputs: dict[str, Path], 
         load_blocks(folders["export"], "float32", facts)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("eagle3", {"loss": "lk_lambda", "normalisation": "per_sequence", "anchor_sampling": "uniform"}),
+        ("dflash", {"block_weighting": "dpace", "dflash_l1_weight": 0.5, "anchor_sampling": "strided"}),
+    ],
+)
+def test_losses_and_sampling_of_the_recipe_reach_the_drafter(
+    kind: str, changes: dict[str, Any], inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    values = recipe(kind, read_facts(inputs["target"]).vocab_size)
+    weights = []
+    for name, more in (("plain", {}), ("changed", changes)):
+        training = {**values["training"], **more}
+        need = {part: inputs[part] for part in ("target", "tokens", "vocabulary", "states")}
+        chosen = {**values, "training": training}
+        stage.build(local_job(tmp_path / name, need, chosen, chosen))
+        weights.append(load_file(tmp_path / name / "drafter.safetensors"))
+    assert not torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
+    lines = [json.loads(line) for line in (tmp_path / "changed" / "metrics.jsonl").open()]
+    assert lines[-1]["loss"] < lines[0]["loss"]
+    slots = [lines[-1][f"slot_tv_{n}"] for n in range(K)]
+    assert lines[-1]["estimated_acceptance_length_tv"] == pytest.approx(1 + sum(slots))
+    validation = json.loads((tmp_path / "changed" / "validation.json").read_text())
+    assert 1.0 < validation["estimated_acceptance_length_tv"] <= 1 + K
+    assert validation.get("kept_mass", 1.0) == pytest.approx(1.0, abs=1e-5)  # the whole vocabulary is kept
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_periodic_text_is_drafted_without_a_miss(kind: str) -> None:
     """Period 5, random states: after training, every draft from every anchor is the text's own token."""
