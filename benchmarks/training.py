@@ -1,6 +1,6 @@
 """Training speed by improvement, and against a peer, on real hidden states: supervised tokens per second.
 
-    python -m benchmarks.training --json FILE [--quick] [--peer FOLDER] [--store FOLDER]
+    python -m benchmarks.training --json FILE [--quick] [--peer FOLDER] [--store FOLDER] [--figures FOLDER]
 
 The data are those of `configs/quickstart.yaml` with 300 prompts (made on the first call, then cached): an EAGLE-3
 drafter for SmolLM2-135M-Instruct, 8,192 draft tokens, three depths, bf16 with fp32 masters, AdamW.
@@ -47,6 +47,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.training_output import draw, show
 from benchmarks.training_parts import (
     LoopOptimizer,
     Material,
@@ -67,6 +68,7 @@ from torchspec_core.training.batch import IndexBuilder, PackedBatch, pack
 from torchspec_core.training.eagle3 import eagle3_objective, new_drafter, ttt_builder
 from torchspec_core.training.memory import keep_freed_memory
 from torchspec_core.training.optimizer import Masters, OptimizerSettings, make_masters, make_optimizer
+from torchspec_core.training.phases import PHASES, Phases
 from torchspec_core.training.plan import Batch, plan_epoch
 
 DEPTHS, ANCHORS, BUDGET, LR, CLIP = 3, 32, 1024, 1e-3, 1.0
@@ -104,6 +106,8 @@ class Variant:
         self.optimizer: Update = LoopOptimizer(masters, LR, CLIP) if self.loop else make_optimizer(masters, SETTINGS)
         self.objective = eagle3_objective(material.teacher, LOSS)
         self.next = 0
+        self.phase = Phases()
+        self.phases: list[dict[str, float]] = []
 
     def load(self, batch: Batch) -> PackedBatch:
         """The batch as this way lays it out."""
@@ -114,14 +118,19 @@ class Variant:
 
     def step(self, batch: Batch, late: list[tuple[Any, ...]]) -> int:
         """One update; returns the batch's loss-mask tokens."""
-        loaded = self.load(batch)
-        result: LossResult = self.objective(self.drafter, loaded)
-        result.loss.backward()
-        norm = self.optimizer.step(1.0)
+        with self.phase("data"):
+            loaded = self.load(batch)
+        with self.phase("forward"):
+            result: LossResult = self.objective(self.drafter, loaded)
+        with self.phase("backward"):
+            result.loss.backward()
+        with self.phase("optimizer"):
+            norm = self.optimizer.step(1.0)
         measured = (result.loss.detach(), result.numerator, result.count, *result.extras.values(), norm)
         if self.sync:
-            for value in measured:
-                [part.item() for part in value.flatten()]
+            with self.phase("metrics"):
+                for value in measured:
+                    [part.item() for part in value.flatten()]
         else:
             late.append(measured)
         return loaded.supervised
@@ -133,11 +142,13 @@ class Variant:
         late: list[tuple[Any, ...]] = []
         started = time.perf_counter()
         supervised = sum(self.step(batch, late) for batch in chosen)
-        for measured in late:
-            [value.tolist() for value in measured]
+        with self.phase("metrics"):
+            for measured in late:
+                [value.tolist() for value in measured]
         seconds = time.perf_counter() - started
         self.rates.append(supervised / seconds)
         self.step_seconds.append(seconds / steps)
+        self.phases.append({name: 1e3 * value / steps for name, value in self.phase.take().items()})
 
 
 def ablation(material: Material) -> list[Variant]:
@@ -273,6 +284,9 @@ def summarise(variants: Sequence[Variant], peer: Peer | None, rates: list[dict[s
         numbers[f"supervised_per_second.{name}"] = statistics.median(side.rates)
         numbers[f"supervised_per_second.{name}.spread"] = max(side.rates) - min(side.rates)
         numbers[f"step_seconds.{name}"] = statistics.median(side.step_seconds)
+        if isinstance(side, Variant):
+            rounds = side.phases[-len(side.rates) :]
+            numbers |= {f"ms.{name}.{phase}": statistics.median(r[phase] for r in rounds) for phase in PHASES}
 
     def ratio(top: Variant, bottom: Variant | Peer) -> float:
         return statistics.median(a / b for a, b in zip(top.rates, bottom.rates, strict=True))
@@ -302,22 +316,6 @@ def summarise(variants: Sequence[Variant], peer: Peer | None, rates: list[dict[s
     return numbers
 
 
-def show(numbers: dict[str, Any]) -> None:
-    """The table."""
-    print(f"{'':<14}{'supervised tok/s':>18}{'spread':>9}{'ms a step':>11}{'gain':>7}")
-    for key, value in numbers.items():
-        if key.startswith("supervised_per_second.") and not key.endswith(".spread"):
-            name = key.split(".")[1]
-            gain = numbers.get(f"speedup.{name}")
-            print(
-                f"{name:<14}{value:>18,.0f}{numbers[f'{key}.spread']:>9,.0f}"
-                f"{1e3 * numbers[f'step_seconds.{name}']:>11,.1f}{f'{gain:.2f}x' if gain else '':>7}"
-            )
-    for key, value in numbers.items():
-        if key.startswith(("speedup.all", "speedup.vs", "fraction.", "gflop", "floor", "check.")):
-            print(f"{key:<42}{value:>10,.3f}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description="training speed by improvement, and against a peer")
@@ -325,6 +323,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, proves nothing")
     parser.add_argument("--peer", type=Path, help="folder in which `speculators` 0.9.0 is installed")
     parser.add_argument("--store", default=".torchspec/store", help="where the data are, or are made")
+    parser.add_argument("--figures", type=Path, help="folder for the pictures")
     options = parser.parse_args(arguments)
     keep_freed_memory()
     material = prepare(RECIPE, [*ROWS, f"run.store={options.store}"])
@@ -361,6 +360,8 @@ def main(arguments: Sequence[str]) -> int:
     numbers |= summarise(variants, peer, rates)
     show(numbers)
     options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
+    if options.figures:
+        draw(numbers, options.figures)
     return 0
 
 

@@ -8,6 +8,7 @@ sentence and exits with 2; a stage that fails exits with 1; an interrupted run e
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -129,6 +130,34 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(args: argparse.Namespace) -> int:
+    """Make what training reads, train a few steps, and say where their time goes."""
+    from torchspec_core.report.profile import profile_page
+    from torchspec_core.training.profile import TRACE, profile_training
+
+    loaded = _load(args)
+    store, folder = open_store(loaded.recipe), Path(args.out)
+    check_run(loaded.recipe, plan(loaded.recipe, store), store)
+    entry = next(e for e in plan(loaded.recipe, store) if e.name == "drafter")
+    inputs = {}
+    for name in STAGE_NAMES[: STAGE_NAMES.index("drafter")]:
+        terminal = _Terminal(name)
+        ref = run_stage(name, loaded.recipe, store, on_progress=terminal, on_wait=terminal.wait)
+        terminal.finish(ref)
+        inputs[name] = Path(ref.path)
+    found = profile_training(inputs, entry.params, entry.runtime, folder, args.steps)
+    operations = [(o.name, o.calls, o.ms) for o in found.operations]
+    (folder / "profile.html").write_text(profile_page(found.numbers, found.phases, operations, TRACE), "utf-8")
+    numbers = {**found.numbers, **{f"ms.{name}": value for name, value in found.phases.items()}}
+    (folder / "profile.json").write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
+    step = found.numbers["ms_per_step"]
+    print(f"{step:,.1f} ms a step, {found.numbers['supervised_per_second']:,.0f} supervised tokens per second")
+    for name, value in found.phases.items():
+        print(f"  {name:<10}  {value:>8,.1f} ms  {100 * value / step:>5.1f} %")
+    print(f"{folder / 'profile.html'}, {folder / TRACE}")
+    return 0
+
+
 def _config_show(args: argparse.Namespace) -> int:
     print(render_recipe(_load(args)))
     return 0
@@ -224,6 +253,14 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--refresh", action="append", default=[], metavar="STAGE", help="run this stage again")
     run.add_argument("--until", metavar="STAGE", help="stop after this stage")
     run.set_defaults(handler=_run)
+
+    profile = commands.add_parser("profile", help="train a few steps and show where their time goes")
+    _recipe_arguments(profile)
+    profile.add_argument("--steps", type=int, default=20, help="steps to time and to trace (default 20)")
+    profile.add_argument(
+        "--out", default="profile", metavar="FOLDER", help="for the page and the trace (default profile)"
+    )
+    profile.set_defaults(handler=_profile)
 
     config = commands.add_parser("config", help="look at a recipe").add_subparsers(
         dest="action", required=True, metavar="ACTION"

@@ -19,6 +19,7 @@ from torchspec_core.training.batch import Sample, pack
 from torchspec_core.training.eagle3 import eagle3_objective, ttt_builder
 from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
+from torchspec_core.training.phases import PHASES
 from torchspec_core.training.plan import plan_steps
 from torchspec_core.training.validation import validate
 
@@ -120,7 +121,8 @@ def run(
 
 def trace(folder: Path) -> list[dict[str, float]]:
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k not in ("seconds", "supervised_per_second")} for row in rows]
+    clock = ("seconds", "supervised_per_second", "time_")
+    return [{k: v for k, v in row.items() if not k.startswith(clock)} for row in rows]
 
 
 @pytest.mark.parametrize(
@@ -252,3 +254,15 @@ def test_validation_counts_misses_and_leading_hits() -> None:
     assert none["acc_0"] == none["acc_1"] == 0.0
     places = sorted({i + 1 + depth for depth, rows in enumerate(hits) for i, _ in rows})
     assert none["kept_mass"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))
+
+
+    assert none["coverage"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))
+
+
+def test_the_phases_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
+    run(tmp_path / "run", Samples())
+    rows = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
+    for row in rows:
+        shares = [row[f"time_{name}"] for name in PHASES]
+        assert all(share >= 0 for share in shares) and sum(shares) <= 1.0 + 1e-6
+    assert all(row["time_forward"] > 0 and row["time_data"] > 0 for row in rows)

@@ -23,6 +23,7 @@ from torchspec_core.training.batch import IndexBuilder, PackedBatch, SampleSourc
 from torchspec_core.training.checkpoint import load_checkpoint, save_checkpoint
 from torchspec_core.training.method import Objective
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
+from torchspec_core.training.phases import Phases
 from torchspec_core.training.plan import PlannedStep
 from torchspec_core.training.schedule import Schedule, lr_factor
 
@@ -73,7 +74,7 @@ def train(
         index: makes the kind's index of a packed batch.
         plan: the steps, of one batch each.
         scratch: folder for checkpoint and metrics; a run continues from what it finds there.
-        report: called for each line of metrics.
+        report: called for each line of metrics; `time_*` in it are shares of the wall time since the line before.
         validate: called every `validate_steps` steps; its numbers are logged as `val_*`.
     """
     masters = make_masters(drafter, settings.dtype)
@@ -90,16 +91,21 @@ def train(
         pending = [tuple(row) for row in saved["pending"]]
         _log.info("continuing at step %d of %d", first, len(plan))
     _truncate(metrics, saved["metrics_bytes"] if saved else 0)
+    phase = Phases()
     began = mark = lap = time.monotonic()
     with open(metrics, "a", encoding="utf-8") as lines:
         for step in range(first, len(plan)):
-            batch = _load(source, plan[step], index, settings.dtype)
-            result = objective(drafter, batch)
-            result.loss.backward()
+            with phase("data"):
+                batch = _load(source, plan[step], index, settings.dtype)
+            with phase("forward"):
+                result = objective(drafter, batch)
+            with phase("backward"):
+                result.loss.backward()
             factor = lr_factor(step, len(plan), settings.schedule, settings.warmup, settings.decay)
-            norm = optimizer.step(factor)
-            if average:
-                torch._foreach_lerp_(average, [m.detach() for m in masters.master], 1.0 - settings.ema)
+            with phase("optimizer"):
+                norm = optimizer.step(factor)
+                if average:
+                    torch._foreach_lerp_(average, [m.detach() for m in masters.master], 1.0 - settings.ema)
             tokens += batch.tokens
             pending.append(
                 (
@@ -113,11 +119,14 @@ def train(
             )
             done = step + 1
             if done % settings.log_steps == 0 or done == len(plan):
-                numbers = _summarise(pending, tuple(result.extras))
+                with phase("metrics"):
+                    numbers = _summarise(pending, tuple(result.extras))
                 pending = []
                 now = time.monotonic()
+                wall = max(now - lap, 1e-9)
                 numbers |= {
-                    "supervised_per_second": numbers["supervised"] / max(now - lap, 1e-9),
+                    "supervised_per_second": numbers["supervised"] / wall,
+                    **{f"time_{name}": seconds / wall for name, seconds in phase.take().items()},
                     "lr": settings.optimizer.lr * factor,
                     "tokens_seen": tokens,
                     "skipped": float(optimizer.skipped),
@@ -167,9 +176,7 @@ def _truncate(path: Path, size: int) -> None:
 
 def _summarise(pending: list[tuple[Tensor, ...]], extras: Sequence[str]) -> dict[str, float]:
     """Mean loss and norm, and loss by place and extras pooled over the rows, of the steps since the last line."""
-    loss, numerator, count, more, norm, sizes = (
-        torch.stack(column).double() for column in zip(*pending, strict=True)
-    )
+    loss, numerator, count, more, norm, sizes = (torch.stack(column).double() for column in zip(*pending, strict=True))
     rows = count.sum(dim=0).clamp(min=1.0)
     total = sizes.sum(dim=0)
     numbers: dict[str, Any] = {"loss": loss.mean(), "grad_norm": norm.mean()}

@@ -33,7 +33,7 @@ from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.memory import keep_freed_memory
 from torchspec_core.training.method import Method, Setup
 from torchspec_core.training.optimizer import OptimizerSettings
-from torchspec_core.training.plan import plan_epoch, plan_steps
+from torchspec_core.training.plan import PlannedStep, plan_epoch, plan_steps
 
 _log = logging.getLogger("torchspec.training")
 _HELD_OUT_EACH, _HELD_OUT_MOST = 32, 64
@@ -94,14 +94,23 @@ def loop_settings(training: dict[str, Any], runtime: dict[str, Any]) -> LoopSett
     )
 
 
-def build(job: Job) -> None:
-    """Train and write the drafter; a killed run continues at its last checkpoint.
+@dataclass(frozen=True)
+class Prepared:
+    """Everything before the first step: the inputs opened and checked, the drafter made, the steps planned."""
+
+    settings: LoopSettings
+    source: StateSamples
+    held: StateSamples
+    method: Method
+    plan: list[PlannedStep]
+
+
+def prepare(job: Job) -> Prepared:
+    """Open and check what the stage reads.
 
     Raises:
         UserError: states or vocabulary that do not belong to the tokens or the recipe; a sample longer than a step.
     """
-    if job.workspace.done(WEIGHTS) and job.workspace.done(VALIDATION):
-        return
     keep_freed_memory()
     set_threads(job.runtime["run"]["threads"])
     training, seed = job.params["training"], job.params["run"]["seed"]
@@ -113,12 +122,23 @@ def build(job: Job) -> None:
     embedding = load_embedding(job.inputs["target"], settings.dtype)
     setup = Setup(job.params["drafter"], training, seed, facts, tuple(source.states.layers[:-1]), embedding, head, kept)
     method: Method = KINDS[job.params["drafter"]["kind"]].part("training")(setup)
+    plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"], training["batching"])
+    return Prepared(settings, source, held, method, plan)
+
+
+def build(job: Job) -> None:
+    """Train and write the drafter; a killed run continues at its last checkpoint.
+
+    Raises:
+        UserError: as `prepare`.
+    """
+    if job.workspace.done(WEIGHTS) and job.workspace.done(VALIDATION):
+        return
+    made = prepare(job)
+    settings, source, held, method, plan = made.settings, made.source, made.held, made.method, made.plan
     drafter = method.drafter
-    plan = plan_steps(
-        source.lengths, seed, training["epochs"], training["tokens_per_step"], training["batching"]
-    )
     batches = _validation_batches(
-        held, training["tokens_per_step"], method.validation_index or method.index, settings.dtype
+        held, job.params["training"]["tokens_per_step"], method.validation_index or method.index, settings.dtype
     )
 
     def check(drafter: Any) -> dict[str, float]:
