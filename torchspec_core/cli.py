@@ -135,6 +135,8 @@ def _profile(args: argparse.Namespace) -> int:
     from torchspec_core.report.profile import profile_page
     from torchspec_core.training.profile import TRACE, profile_training
 
+    if args.steps < 1:
+        raise UserError(f"--steps is {args.steps}; give a positive number")
     loaded = _load(args)
     store, folder = open_store(loaded.recipe), Path(args.out)
     check_run(loaded.recipe, plan(loaded.recipe, store), store)

@@ -29,6 +29,7 @@ from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.blocks import block_index
 from torchspec_core.objectives.dflash import BlockTeacher, block_loss
 from torchspec_core.objectives.result import LossResult
+from torchspec_core.report.profile import profile_page
 from torchspec_core.stages.job import local_job
 from torchspec_core.targets.engine import load_embedding, load_head
 from torchspec_core.targets.facts import read_facts
@@ -37,6 +38,7 @@ from torchspec_core.training.batch import PackedBatch
 from torchspec_core.training.dflash import block_builder
 from torchspec_core.training.loop import train
 from torchspec_core.training.plan import plan_steps
+from torchspec_core.training.profile import profile_training
 
 KINDS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "Qwen3DSparkModel"}
 K = 3
@@ -256,3 +258,19 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
     epochs = [builder([40], np.ones(40, dtype=bool), ["a"], epoch, 1).anchor.tolist() for epoch in (0, 0, 1)]
     assert epochs[0] == epochs[1] != epochs[2]
+
+
+def test_profile_of_a_few_steps(inputs: dict[str, Path], tmp_path: Path) -> None:
+    values = recipe("dflash", read_facts(inputs["target"]).vocab_size)
+    values["training"] |= {"dtype": "bfloat16", "epochs": 8.0}
+    found = profile_training(inputs, values, values, tmp_path, 3)
+    assert {"data", "forward", "backward", "optimizer", "metrics", "other"} == found.phases.keys()
+    assert sum(found.phases.values()) == pytest.approx(found.numbers["ms_per_step"], rel=1e-6)
+    spans = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]]
+    assert all(spans.count(f"step/{name}") == 3 for name in ("data", "forward", "backward", "optimizer"))
+    products = next(operation for operation in found.operations if operation.name == "aten::mm")
+    assert products.calls * 3 == spans.count("aten::mm")
+    page = profile_page(found.numbers, found.phases, [(o.name, o.calls, o.ms) for o in found.operations], "trace.json")
+    assert "<svg" in page and "aten::mm" in page
+    with pytest.raises(UserError, match=r"steps, fewer than .* and 500 to look at; give a smaller --steps"):
+        profile_training(inputs, values, values, tmp_path, 500)

@@ -256,9 +256,6 @@ def test_validation_counts_misses_and_leading_hits() -> None:
     assert none["kept_mass"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))
 
 
-    assert none["coverage"] == pytest.approx(VOCABULARY * float(p[places, never].mean()))
-
-
 def test_the_phases_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
     run(tmp_path / "run", Samples())
     rows = [json.loads(line) for line in (tmp_path / "run" / METRICS).read_text().splitlines()]
