@@ -121,12 +121,16 @@ def measure(lengths: np.ndarray, epoch: int) -> dict[str, float]:
     }
 
 
-def figure(lengths: np.ndarray) -> str:
-    """The first batches of an epoch, as they are laid out; SVG text."""
+def figure(lengths: np.ndarray, numbers: dict[str, float]) -> str:
+    """The first batches of an epoch, as they are laid out, under the shares of whole epochs; SVG text."""
+
+    def title(text: str, key: str) -> str:
+        return f"{text}: {100 * numbers[f'useful.{key}']:.1f} % tokens"
+
     panels = {
-        "random, batch size 2": random_batches(lengths, 0, 2),
-        "grouped": planned_batches(lengths, 0, "grouped"),
-        "packed": planned_batches(lengths, 0, "packed"),
+        title("random, batch size 2", "random"): random_batches(lengths, 0, 2),
+        title("grouped", "grouped"): planned_batches(lengths, 0, "grouped"),
+        title("packed", "packed"): planned_batches(lengths, 0, "packed"),
     }
     shown: dict[str, list[list[int]]] = {}
     for name, batches in panels.items():
@@ -135,7 +139,7 @@ def figure(lengths: np.ndarray) -> str:
             if documents >= SHOWN:
                 break
             shown[name].append(lengths[list(batch)].tolist())
-            documents += 1 if name == "packed" else len(batch)
+            documents += 1 if name.startswith("packed") else len(batch)
     return padding_figure(shown, BUDGET)
 
 
@@ -160,7 +164,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name:<24} {numbers[name]:8.4f}   spread {numbers[f'{name}.spread']:.4f}")
     options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     if options.figure:
-        options.figure.write_text(standalone(figure(lengths)), encoding="utf-8")
+        options.figure.write_text(standalone(figure(lengths, numbers)), encoding="utf-8")
     return 0
 
 

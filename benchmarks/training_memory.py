@@ -51,7 +51,7 @@ class Case:
 
 
 GRID = tuple(Case("eagle3", tokens // SAMPLE, SAMPLE, size) for tokens in (2048, 8192) for size in (8192, VOCABULARY))
-LONG = (Case("eagle3", 1, 32768, 8192, anchors=512), Case("dflash", 1, 32768, VOCABULARY, anchors=128))
+LONG = (Case("eagle3", 1, 32768, 8192, anchors=512), Case("dflash", 1, 32768, VOCABULARY, anchors=64))
 
 
 def method_of(case: Case) -> Method:

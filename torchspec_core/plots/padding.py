@@ -19,23 +19,22 @@ def _draw(axes: Axes, bars: Sequence[tuple[float, float, float]], color: str) ->
     axes.add_collection(PatchCollection(patches, facecolor=color, edgecolor="white", linewidth=0.35))
 
 
-def _side_by_side(axes: Axes, batches: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """A document a row, padded to the longest of its batch; (tokens, rows computed)."""
-    tokens, computed, row = 0, 0, 0
+def _side_by_side(axes: Axes, batches: Sequence[Sequence[int]]) -> None:
+    """A document a row, padded to the longest of its batch."""
+    row = 0
     for number, batch in enumerate(batches):
         width = max(batch)
         _draw(axes, [(0, row + i, length) for i, length in enumerate(batch)], COLORS[0])
         _draw(axes, [(length, row + i, width - length) for i, length in enumerate(batch)], _PADDING)
-        tokens, computed, row = tokens + sum(batch), computed + len(batch) * width, row + len(batch)
+        row += len(batch)
         if number < len(batches) - 1:
             axes.axhline(row - 0.5, color=INK, linewidth=0.4, alpha=0.5)
     axes.set_ylim(row - 0.5, -0.5)
     axes.set_ylabel("documents; a line between batches")
-    return tokens, computed
 
 
-def _end_to_end(axes: Axes, batches: Sequence[Sequence[int]], budget: int) -> tuple[int, int]:
-    """A batch a row, its documents one after the other; (tokens, rows computed)."""
+def _end_to_end(axes: Axes, batches: Sequence[Sequence[int]], budget: int) -> None:
+    """A batch a row, its documents one after the other."""
     for row, batch in enumerate(batches):
         left = 0
         for length in batch:
@@ -44,7 +43,6 @@ def _end_to_end(axes: Axes, batches: Sequence[Sequence[int]], budget: int) -> tu
         _draw(axes, [(left, row, budget - left)], _PADDING)
     axes.set_ylim(len(batches) - 0.5, -0.5)
     axes.set_ylabel("batches")
-    return sum(map(sum, batches)), len(batches) * budget
 
 
 @drawing
@@ -59,8 +57,11 @@ def padding_figure(panels: Mapping[str, Sequence[Sequence[int]]], budget: int) -
     packed = list(panels)[-1]
     for ax, (title, batches) in zip(axes, panels.items(), strict=True):
         ax.grid(False)
-        tokens, computed = _end_to_end(ax, batches, budget) if title == packed else _side_by_side(ax, batches)
-        ax.set_title(f"{title}: {100 * tokens / computed:.1f} % tokens")
+        if title == packed:
+            _end_to_end(ax, batches, budget)
+        else:
+            _side_by_side(ax, batches)
+        ax.set_title(title)
         ax.autoscale(enable=True, axis="x", tight=True)
         ax.set_yticks([])
         ax.set_xlabel("tokens (yellow: padding)")
