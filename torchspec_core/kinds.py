@@ -23,21 +23,50 @@ class Kind:
         name: the recipe's word.
         method: `method` of vLLM's speculative config.
         architectures: `architectures[0]` of its exported config, the one that is written first.
+        latent: the one that is written for multi-latent attention.
         training: (training.method.Setup) -> training.method.Method.
         checkpoint: (drafter folder, target folder, vocabulary folder) -> export.checkpoint.Checkpoint.
         objective: fields of the recipe's `training` section that only it and kinds that name them too read.
         blocks: drafts a block in one pass (mask token, block size), not a chain.
+        first_slot: the anchor's slot of a block predicts too.
+        latent_forms: what the engine's class for multi-latent attention leaves out, as `unread` words it.
         drafts: (export folder, dtype, TargetFacts) -> evaluation.drafts.Opened.
     """
 
     name: str
     method: str
     architectures: tuple[str, ...]
+    latent: str
     training: str
     checkpoint: str
     drafts: str
     objective: frozenset[str]
     blocks: bool = False
+    first_slot: bool = False
+    latent_forms: frozenset[str] = frozenset()
+
+    def predictions(self, block_size: int) -> int:
+        """Tokens that a block of `block_size` slots drafts."""
+        return block_size if self.first_slot else block_size - 1
+
+    def unread(self, *, full_q: bool, sliding: bool, causal: bool, fc_norm: bool) -> str | None:
+        """What to change, by recipe key, because the engine's class for multi-latent attention would not compute it;
+        None if it reads everything.
+
+        Args:
+            full_q: the query projection has no low rank.
+            sliding, causal: some layer is.
+            fc_norm: a norm stands before the projection of each captured state.
+        """
+        for name, asked, remedy in (
+            ("full_q", full_q, "set drafter.q_lora_rank"),
+            ("sliding", sliding, "leave out drafter.layer_types or make all layers full_attention"),
+            ("causal", causal, "leave out drafter.is_causal or set it to false"),
+            ("fc_norm", fc_norm, "set drafter.fc_norm=false"),
+        ):
+            if asked and name in self.latent_forms:
+                return f"drafter.attention=mla: {self.latent}, the engine's class for a {self.name}, needs it: {remedy}"
+        return None
 
     def part(self, name: str) -> Any:
         """The function behind `training`, `checkpoint` or `drafts`."""
@@ -48,16 +77,20 @@ class Kind:
 _TEXT = frozenset({"block_weighting", "dpace_alpha", "dflash_l1_weight"})
 
 
-def _block_kind(name: str, method: str, architecture: str, objective: frozenset[str]) -> Kind:
+def _block_kind(
+    name: str, method: str, architectures: tuple[str, ...], objective: frozenset[str], **more: Any
+) -> Kind:
     return Kind(
         name,
         method,
-        (architecture,),
+        architectures,
+        architectures[-1],
         "torchspec_core.training.dflash:block_method",
         "torchspec_core.export.dflash:block_checkpoint",
         "torchspec_core.evaluation.drafts:open_blocks",
         objective,
         blocks=True,
+        **more,
     )
 
 
@@ -73,18 +106,23 @@ KINDS: Mapping[str, Kind] = {
                 "Eagle3DeepseekV2ForCausalLM",
                 "Eagle3DeepseekV3ForCausalLM",
             ),
+            "Eagle3DeepseekV2ForCausalLM",
             "torchspec_core.training.eagle3:eagle3_method",
             "torchspec_core.export.checkpoint:eagle3_checkpoint",
             "torchspec_core.evaluation.drafts:open_eagle3",
             frozenset({"loss", "lk_eta"}),
         ),
-        _block_kind("dflash", "dflash", "DFlashDraftModel", _TEXT),
-        _block_kind("dflash2", "dflash", "DFlash2DraftModel", _TEXT | {"selector_weight", "selector_stop_gradient"}),
+        _block_kind("dflash", "dflash", ("DFlashDraftModel",), _TEXT),
+        _block_kind(
+            "dflash2", "dflash", ("DFlash2DraftModel",), _TEXT | {"selector_weight", "selector_stop_gradient"}
+        ),
         _block_kind(
             "dspark",
             "dspark",
-            "Qwen3DSparkModel",
+            ("Qwen3DSparkModel", "K3DSparkModel"),
             frozenset({"cross_entropy_weight", "l1_weight", "confidence_weight", "confidence_stop_gradient"}),
+            first_slot=True,
+            latent_forms=frozenset({"full_q", "sliding", "causal", "fc_norm"}),
         ),
     )
 }
@@ -110,3 +148,23 @@ def kind_of_export(config: Mapping[str, Any], where: str) -> Kind:
     raise UserError(
         f"{where}: {architecture} is no drafter of this project ({known}); serve it in an engine that knows it."
     )
+
+
+def unserved(config: Mapping[str, Any], latent_target: bool = False) -> str | None:
+    """Why vLLM 0.32 cannot serve the drafter of this exported `config.json`; None if it can.
+
+    Args:
+        latent_target: the target has multi-latent attention too, as none that this project trains for has
+            (`targets.facts.SUPPORTED_ARCHITECTURES`): the engine gives drafter and target one kind of cache.
+    """
+    if (config.get("dflash_config") or {}).get("attention_mode") == "mla":
+        return "vLLM 0.32 has no DFlash with multi-latent attention"
+    if config.get("fc_norm") and kind_of_export(config, "config.json").blocks:
+        return "vLLM 0.32 has no norm before fc (fc_norm) in a drafter of blocks"
+    if "kv_lora_rank" in config and not latent_target:
+        architecture = (config.get("torchspec") or {}).get("target_architecture", "of another kind")
+        return (
+            f"the drafter has multi-latent attention and the target ({architecture}) has not: vLLM serves such a "
+            "drafter with a multi-latent target only"
+        )
+    return None

@@ -222,7 +222,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "report",
-        1,
+        2,
         "torchspec_core.report.build:build",
         ("target", "prompts", "answers", "tokens", "vocabulary", "states", "drafter", "export", "evaluation"),
         {"run": ("name",), "evaluation": None, "serving": None, "answers": None, "training": None, "drafter": None},

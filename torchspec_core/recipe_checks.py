@@ -111,7 +111,11 @@ def _check_block(recipe: Recipe) -> None:
         "sliding_attention" in types and drafter.sliding_window is None,
         "drafter.layer_types has sliding layers: set drafter.sliding_window to the tokens that they see",
     )
-    drafted = drafter.block_size if drafter.kind == "dspark" else drafter.block_size - 1
+    drafted = KINDS[drafter.kind].predictions(drafter.block_size)
+    _refuse(
+        drafted < 1,
+        f"drafter.block_size is {drafter.block_size}, which leaves a {drafter.kind} nothing to draft: use 2 to 32",
+    )
     _refuse(
         k > drafted,
         f"evaluation.k is {k}, but a {drafter.kind} with drafter.block_size={drafter.block_size} drafts {drafted} "
@@ -121,10 +125,10 @@ def _check_block(recipe: Recipe) -> None:
 
 def _check_forms(drafter: DrafterSection) -> None:
     """Rules between the drafter's attention, its sizes and its norms."""
-    forms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    named = [name for name in forms if getattr(drafter, name)] + ["attention=mla"] * (drafter.attention == "mla")
+    kind = KINDS[drafter.kind]
+    named = [name for name in ("norm_before_residual", "norm_before_fc", "norm_output") if getattr(drafter, name)]
     _refuse(
-        bool(named) and KINDS[drafter.kind].blocks,
+        bool(named) and kind.blocks,
         f"drafter.{(named or [''])[0]} is for drafter.kind eagle3, not for {drafter.kind}: leave it out",
     )
     if drafter.attention != "mla":
@@ -143,6 +147,13 @@ def _check_forms(drafter: DrafterSection) -> None:
         drafter.norm_before_fc,
         "drafter.norm_before_fc is not known to engines with drafter.attention=mla: use drafter.fc_norm",
     )
+    unread = kind.unread(
+        full_q=drafter.q_lora_rank is None,
+        sliding="sliding_attention" in (drafter.layer_types or ()),
+        causal=bool(drafter.is_causal),
+        fc_norm=drafter.fc_norm,
+    )
+    _refuse(unread is not None, unread or "")
 
 
 def check_target(recipe: Recipe, facts: TargetFacts) -> None:
@@ -183,6 +194,10 @@ def check_target(recipe: Recipe, facts: TargetFacts) -> None:
         drafter.kind == "dflash2" and facts.hidden_size % drafter.conv_group_size != 0,
         f"drafter.conv_group_size is {drafter.conv_group_size}, which does not divide the target's width of "
         f"{facts.hidden_size}: use one that does",
+    )
+    _refuse(
+        drafter.kind == "dflash2" and drafter.selector_top_k > facts.vocab_size,
+        f"drafter.selector_top_k is {drafter.selector_top_k}, but the target has {facts.vocab_size} tokens: lower it",
     )
     if drafter.attention == "mla":
         check_mla_rope(facts.rope)

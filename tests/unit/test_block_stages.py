@@ -1,4 +1,4 @@
-"""Block drafters through the stages' real bodies on a tiny target; and each kind overfits a periodic text."""
+"""Block drafters through the stages' real bodies on a tiny target; an interrupted run."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from tests.unit.test_training_loop import SETTINGS, SIZE, VOCABULARY, Samples, t
 from torchspec_core.capture import states
 from torchspec_core.config.schema import Recipe
 from torchspec_core.data import tokens
-from torchspec_core.decoding.blocks import BlockDrafts
-from torchspec_core.decoding.draft import Committed
-from torchspec_core.drafters.dflash import BlockConfig, BlockDrafter, ConvolutionConfig, SelectorConfig, init_blocks
+from torchspec_core.drafters.dflash import BlockConfig, BlockDrafter, init_blocks
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation import acceptance
 from torchspec_core.export import checkpoint
 from torchspec_core.export.dflash import load_blocks
 from torchspec_core.objectives.anchors import Anchors
-from torchspec_core.objectives.blocks import block_index
 from torchspec_core.objectives.dflash import BlockTeacher, block_loss
 from torchspec_core.objectives.result import LossResult
 from torchspec_core.report.profile import profile_page
@@ -194,40 +191,6 @@ def test_losses_and_sampling_of_the_recipe_reach_the_drafter(
     validation = json.loads((tmp_path / "changed" / "validation.json").read_text())
     assert 1.0 < validation["estimated_acceptance_length_tv"] <= 1 + K
     assert validation.get("kept_mass", 1.0) == pytest.approx(1.0, abs=1e-5)  # the whole vocabulary is kept
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_periodic_text_is_drafted_without_a_miss(kind: str) -> None:
-    """Period 5, random states: after training, every draft from every anchor is the text's own token."""
-    torch.manual_seed(0)
-    width, vocabulary, length, period = 24, 16, 30, 5
-    parts: dict[str, Any] = {
-        "dflash2": {"convolution": ConvolutionConfig(2, 8), "selector": SelectorConfig(4, 4, "free")},
-        "dspark": {"markov_rank": 4},
-    }.get(kind, {})
-    config = BlockConfig(
-        kind=kind, hidden_size=width, num_heads=2, num_kv_heads=1, head_dim=12, intermediate_size=32,
-        vocab_size=vocabulary, aux_layers=(0,), block_size=K if kind == "dspark" else K + 1, mask_token_id=15, **parts,
-    )  # fmt: skip
-    tables = Tables(torch.randn(vocabulary, width), torch.randn(vocabulary, width))
-    ids = torch.tensor([3 + i % period for i in range(length + 1)])
-    aux, last = torch.randn(length, width), 4 * tables.head[ids[1:]]  # the target is sure of the next token
-    drafter = BlockDrafter(config)
-    init_blocks(drafter, 0)
-    optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2, weight_decay=0.0)
-    made = block_index([length], np.ones(length, dtype=bool), [np.arange(1, length - K)], config.block_size, K, 4.0)
-    teacher = BlockTeacher(tables, torch.ones(width), 1e-5)
-    for _ in range(100):
-        optimizer.zero_grad()
-        block_loss(drafter, teacher, ids[:length], aux, last, made).loss.backward()
-        optimizer.step()
-    drafts = BlockDrafts(drafter, tables)
-    anchors = torch.arange(1, length - K)
-    drafts.start(len(anchors), length)
-    following = ids[1 : length - K].expand(len(anchors), -1)
-    committed = Committed(aux[: length - K - 1].expand(len(anchors), -1, -1), following, 0 * anchors, anchors)
-    expected = torch.stack([ids[anchors + 1 + n] for n in range(K)], dim=1)
-    assert torch.equal(drafts.propose(committed, K, 0.0, None).tokens, expected)
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from torchspec_core.stages import Workspace
 from torchspec_core.targets.made import PACKAGE, RANDOM, known_facts
 
 SMOKE = Path(__file__).resolve().parents[2] / "configs/smoke.yaml"
+FLASH = ["drafter.kind=dflash", "drafter.mask_token_id=16"]
+SPARK_MLA = ["drafter.kind=dspark", "drafter.mask_token_id=16", "drafter.attention=mla", "drafter.q_lora_rank=8"]
 
 
 def check(*overrides: str) -> None:
@@ -73,11 +75,21 @@ def check(*overrides: str) -> None:
             "set drafter.sliding_window",
         ),
         (["drafter.kind=dflash2", "drafter.mask_token_id=16", "drafter.conv_group_size=24"], "conv_group_size is 24"),
+        ([*FLASH, "drafter.block_size=1"], "block_size is 1, .* use 2 to 32"),
+        ([*FLASH, "drafter.kind=dflash2", "drafter.selector_top_k=49153"], "top_k is 49153, .* 49152 tokens"),
+        ([*FLASH, "drafter.norm_output=true"], "norm_output is for .* eagle3"),
+        ([*SPARK_MLA, "drafter.q_lora_rank=null"], "K3DSparkModel.*set drafter.q_lora_rank"),
+        ([*SPARK_MLA, "drafter.is_causal=true"], "K3DSparkModel.*drafter.is_causal"),
+        ([*SPARK_MLA, "drafter.fc_norm=true"], "K3DSparkModel.*drafter.fc_norm=false"),
         (
-            ["drafter.kind=dflash", "drafter.mask_token_id=16", "drafter.attention=mla"],
-            "attention=mla is for",
+            [
+                *SPARK_MLA,
+                "drafter.num_layers=1",
+                "drafter.layer_types=[sliding_attention]",
+                "drafter.sliding_window=8",
+            ],
+            "K3DSparkModel.*full_attention",
         ),
-        (["drafter.kind=dflash", "drafter.mask_token_id=16", "drafter.fc_norm=true"], "fc_norm is for .* eagle3"),
         (["drafter.attention=mla", "drafter.head_dim=8"], "head_dim has no meaning with drafter.attention=mla"),
         (["drafter.attention=mla", "drafter.num_kv_heads=2"], "num_kv_heads has no meaning"),
         (["drafter.attention=mla", "drafter.qk_rope_head_dim=7"], "qk_rope_head_dim is 7"),
@@ -115,6 +127,12 @@ def test_a_multi_latent_drafter_is_refused_for_rotary_positions_that_engines_com
     check_target(recipe, facts)
     with pytest.raises(UserError, match=r"drafter\.attention: .* linear"):
         check_target(recipe, replace(facts, rope=RopeConfig(1e4, "linear", factor=2.0)))
+
+
+def test_multi_latent_forms_that_nothing_forbids_are_allowed() -> None:
+    window = ("drafter.layer_types=[sliding_attention, full_attention]", "drafter.sliding_window=8")
+    check(*SPARK_MLA)
+    check("drafter.kind=dflash2", "drafter.mask_token_id=16", "drafter.attention=mla", "drafter.fc_norm=true", *window)
 
 
 def test_facts_of_a_hub_target_are_unknown_until_it_is_there() -> None:

@@ -216,6 +216,21 @@ def test_serving_command_quotes_paths() -> None:
     assert config and json.loads(config[1]) == {"method": "eagle3", "model": "/x/export", "num_speculative_tokens": 3}
 
 
+def test_what_no_vllm_serves_gets_a_reason_instead_of_a_command(inputs: dict[str, Path], tmp_path: Path) -> None:
+    config = {"architectures": ["DFlash2DraftModel"], "dflash_config": {"attention_mode": "mla"}, "kv_lora_rank": 8}
+    (inputs["export"] / "config.json").write_text(json.dumps(config))
+    job = local_job(
+        tmp_path / "r",
+        inputs=inputs,
+        params={"evaluation": {"k": 3, "temperature": 1.0, "top_p": 0.95}},
+        runtime={"run": {"name": "latent"}},
+    )
+    build(job)
+    text = (tmp_path / "r" / "report.md").read_text()
+    assert "Stock vLLM cannot: vLLM 0.32 has no DFlash with multi-latent attention" in text
+    assert "--speculative-config" not in text
+
+
 def test_without_vllm_and_samples(inputs: dict[str, Path], tmp_path: Path) -> None:
     few = {k: v for k, v in EVALUATION.items() if "vllm" not in k and "baseline" not in k}
     (inputs["evaluation"] / "evaluation.json").write_text(json.dumps(few))

@@ -148,7 +148,7 @@ class DrafterSection(Section):
     kind: Literal["eagle3", "dflash", "dflash2", "dspark"] = Identity("eagle3")
     attention: Literal["gqa", "mla"] = Identity(
         "gqa",
-        description="`mla`: multi-latent, for `eagle3`; vLLM serves it for multi-latent targets only.",
+        description="`gqa`: grouped-query. `mla`: multi-latent; what serves it: docs/drafters.md.",
     )
     num_heads: int | None = Identity(None, gt=0, description="None = as the target.")
     num_kv_heads: int | None = Identity(None, gt=0, description="For `gqa`.")
@@ -166,7 +166,9 @@ class DrafterSection(Section):
     )
     norm_before_residual: bool = Identity(False, description="The residual branch starts from the normed hidden state.")
     norm_before_fc: bool = Identity(False, description="One norm over all captured states, before `fc`; `gqa` only.")
-    fc_norm: bool = Identity(False, description="A norm for each captured layer's state, before `fc`.")
+    fc_norm: bool = Identity(
+        False, description="A norm for each captured layer's state, before `fc`; vLLM knows it for `eagle3` only."
+    )
     norm_output: bool = Identity(False, description="The next depth reads the drafter's normed output.")
     init: Literal["random", "target"] = Identity(
         "random", description="`target`: head and final norm start as the target's."

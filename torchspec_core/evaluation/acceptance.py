@@ -34,9 +34,9 @@ from torchspec_core.decoding.target import CachedTarget, load_target
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation.drafts import open_export
 from torchspec_core.evaluation.statistics import acceptance, engine_steps, replay
-from torchspec_core.evaluation.vllm import ServingRequest, measure_in_child, unservable
+from torchspec_core.evaluation.vllm import ServingRequest, measure_in_child
 from torchspec_core.export.checkpoint import CONFIG
-from torchspec_core.kinds import kind_of_export
+from torchspec_core.kinds import kind_of_export, unserved
 from torchspec_core.stages.job import Job
 from torchspec_core.targets.answers import Prompt, read_prompts
 from torchspec_core.targets.engine import set_threads
@@ -58,7 +58,7 @@ def build(job: Job) -> None:
     renderer = load_renderer(job.inputs["target"])
     sets = {name: _prompts(job, name, renderer, facts) for name in evaluation["sets"]}
     work = _Work(job, facts, renderer, total=2 * sum(map(len, sets.values())) * evaluation["max_new_tokens"])
-    refused = unservable(job.inputs["export"], facts) if serving["vllm"] else None
+    refused = unserved(read_json(job.inputs["export"] / CONFIG)) if serving["vllm"] else None
     serve = serving["vllm"] and SERVED_SET in sets and refused is None
     job.workspace.expect(2 * len(sets) + bool(serve) + 2)
     rows = {
@@ -93,7 +93,7 @@ def build(job: Job) -> None:
             numbers |= _served(job, greedy)
     if refused is not None:
         _log.warning("not served in vLLM: %s", refused)
-        numbers["meta.vllm.skipped"] = refused
+        numbers["meta.vllm.skipped"] = f"{refused}, so only this project's decoder measured it"
     with job.workspace.shard(RESULT) as path:
         path.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
     with job.workspace.shard(SAMPLES) as path:

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from torchspec_core.decoding.blocks import BlockDrafts
 from torchspec_core.decoding.draft import Drafts, Eagle3Chain
 from torchspec_core.decoding.target import CachedTarget
 from torchspec_core.drafters.slots import Tables
+from torchspec_core.errors import UserError
 from torchspec_core.export.checkpoint import CONFIG, load_drafter
-from torchspec_core.export.dflash import load_blocks
+from torchspec_core.export.dflash import load_blocks, stored_embedding
 from torchspec_core.kinds import kind_of_export
 from torchspec_core.targets.facts import TargetFacts, read_json
 
@@ -44,7 +47,14 @@ def open_eagle3(folder: Path, dtype: str, facts: TargetFacts) -> Opened:
 def open_blocks(folder: Path, dtype: str, facts: TargetFacts) -> Opened:
     """DFlash, DFlash 2 or DSpark, drafting a block."""
     drafter = load_blocks(folder, dtype, facts)
-    return Opened(
-        drafter.config.aux_layers,
-        lambda target: BlockDrafts(drafter, Tables(target.embedding.detach(), target.head_weight.detach())),
-    )
+
+    def attach(target: CachedTarget) -> Drafts:
+        embedding, stored = target.embedding.detach(), stored_embedding(folder)
+        if stored is not None and not torch.equal(stored.to(embedding.dtype), embedding):
+            raise UserError(
+                f"{folder} holds an embedding that is not the target's, as if it were trained for another one: use the "
+                "drafter's own target, or train one for this target."
+            )
+        return BlockDrafts(drafter, Tables(embedding, target.head_weight.detach()))
+
+    return Opened(drafter.config.aux_layers, attach)

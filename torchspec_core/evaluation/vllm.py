@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchspec_core.errors import StageError, UserError
-from torchspec_core.export.checkpoint import MLA_ARCHITECTURES
 from torchspec_core.processes import Supervised
-from torchspec_core.targets.facts import TargetFacts, read_json
 from torchspec_core.targets.vllm_cpu import DraftCounters, draft_counters, make_llm, prepare_environment
 
 LIMIT_S = 1800.0
@@ -57,21 +55,6 @@ class ServingResult:
     def equal(self) -> float:
         """Share of the prompts whose text is the same with and without the drafter."""
         return sum(a == b for a, b in zip(self.texts, self.plain, strict=True)) / max(len(self.plain), 1)
-
-
-def unservable(drafter: Path, target: TargetFacts) -> str | None:
-    """Why vLLM 0.32 cannot serve this exported drafter with this target; None if it can.
-
-    The engine gives drafter and target one kind of cache, so a multi-latent drafter needs a multi-latent target, and
-    none of the targets that this project trains for (`SUPPORTED_ARCHITECTURES`) is one.
-    """
-    architecture = read_json(drafter / "config.json")["architectures"][0]
-    if architecture not in MLA_ARCHITECTURES:
-        return None
-    return (
-        f"the drafter has multi-latent attention and the target ({target.architecture}) has not: vLLM serves such a "
-        "drafter with a multi-latent target only, so only this project's decoder measured it"
-    )
 
 
 def measure(request: ServingRequest) -> ServingResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchspec_core.kinds import KINDS
+from torchspec_core.kinds import KINDS, unserved
 from torchspec_core.targets.facts import TargetFacts
 
 _CARD = """---
@@ -79,44 +79,51 @@ target checks them: the target's answers stay as they are and come sooner. For a
 | target | {architecture}, {layers} layers, hidden size {width}, vocabulary {vocabulary} |
 | reads | the residual stream after 0-based decoder layers {aux} of the target |
 | drafts | {drafts} tokens a block of {block} slots, from the whole vocabulary; mask token {mask} |
-| size | {own_layers} layers ({types}), {heads} query and {kv_heads} key-value heads of {head_dim}, MLP {mlp} |
-| embeddings, head | the target's own, shared by the engine; not in this folder |
+| size | {own_layers} layers ({types}), {attention}, MLP {mlp} |
+| embeddings, head | {shared} |
 | weights | {dtype}, `model.safetensors` |
 {validation}
 How many tokens it gets accepted is in the report of the run that made it.
 
 ## Serving
 
-```python
+{serving}"""
+_SERVING = """```python
 from vllm import LLM
 
 drafter = {{"method": "{method}", "model": THIS_FOLDER, "num_speculative_tokens": {drafts}}}
 llm = LLM(model=TARGET, speculative_config=drafter)
 ```
 """
+_CUDA_ONLY = "\nvLLM 0.32 has this class for NVIDIA GPUs and multi-latent targets only; not tried here.\n"
 NAMES = {"dflash": "DFlash", "dflash2": "DFlash 2", "dspark": "DSpark"}
 
 
 def block_card(config: Mapping[str, Any], kind: str, target: TargetFacts, validation: Mapping[str, Any]) -> str:
     """Markdown for `README.md` of a block drafter; arguments as for `model_card`."""
-    nested = config.get("dflash_config") or config
+    nested, reason = config.get("dflash_config") or config, unserved(config, latent_target=True)
+    drafts = KINDS[kind].predictions(config["block_size"])
+    embedded = "embedding as the target's, in this folder; head " * ("kv_lora_rank" in config)
     return _BLOCK_CARD.format(
         kind=kind,
         name=NAMES[kind],
-        method=KINDS[kind].method,
+        shared=f"{embedded}the target's own, shared by the engine; not in this folder",
+        serving=(
+            _SERVING.format(method=KINDS[kind].method, drafts=drafts) + _CUDA_ONLY * ("kv_lora_rank" in config)
+            if reason is None
+            else f"Not served by stock vLLM: {reason}. The decoder of the project that made it runs it.\n"
+        ),
         architecture=target.architecture,
         layers=target.num_layers,
         width=target.hidden_size,
         vocabulary=target.vocab_size,
         aux=", ".join(map(str, nested["target_layer_ids"])),
-        drafts=config["block_size"] - (kind != "dspark"),
+        drafts=drafts,
         block=config["block_size"],
         mask=nested["mask_token_id"],
         own_layers=config["num_hidden_layers"],
         types=", ".join(sorted(set(config["layer_types"]))),
-        heads=config["num_attention_heads"],
-        kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
+        attention=_attention(config),
         mlp=config["intermediate_size"],
         dtype=config["torch_dtype"],
         validation=_numbers(validation),

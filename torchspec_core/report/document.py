@@ -5,17 +5,19 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from torchspec_core.config.schema import Recipe
-from torchspec_core.kinds import DEFAULT, KINDS
+from torchspec_core.kinds import DEFAULT, KINDS, unserved
 from torchspec_core.plots.acceptance import Bar, acceptance_bars, slot_lines
 from torchspec_core.plots.curves import depth_keys, training_curves
 from torchspec_core.plots.stages import stage_bars
 from torchspec_core.report.facts import DEFINITION, RunFacts, data_line, hardware, versions
 from torchspec_core.report.pieces import drafted_pieces, load_decoder
+from torchspec_core.targets.facts import read_json
 
 SETS = {"heldout": "held-out prompts", "mtbench": "MT-Bench", "gsm8k": "GSM8K"}
 BASELINES = {"bigram": "bigram table", "unigram": "most frequent token", "repeat": "repeat the last token"}
@@ -315,6 +317,10 @@ def _use(facts: RunFacts) -> list[Block]:
     target, drafter = str(facts.stage("target").path), str(facts.stage("export").path)
     k = int(facts.value("evaluation", "k"))
     method = KINDS.get(str(facts.value("drafter", "kind")), KINDS[DEFAULT]).method
+    config = Path(drafter) / "config.json"
+    reason = unserved(read_json(config)) if config.is_file() else None
+    if reason is not None:
+        return [Heading("Serve it"), Text(f"Stock vLLM cannot: {reason}. This project's decoder runs it.")]
     return [
         Heading("Serve it"),
         Text("The export folder is all that an engine needs beside the target:"),

@@ -26,6 +26,7 @@ from torchspec_core.targets.facts import TargetFacts
 from torchspec_core.training.batch import WIDTH_MULTIPLE, IndexBuilder, PackedBatch
 from torchspec_core.training.block_validation import calibrate, validate_blocks
 from torchspec_core.training.method import Method, Setup
+from torchspec_core.training.shape import mla_config
 
 _BLOCK_MULTIPLE = 8
 _CHUNK = 512
@@ -51,12 +52,13 @@ def block_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: Se
             f"drafter.kind {kind} needs drafter.mask_token_id: an id from 0 to {facts.vocab_size - 1} that the "
             "target's texts never use"
         )
+    mla, heads = mla_config(settings), size("num_heads")
     return BlockConfig(
         kind=kind,
         hidden_size=facts.hidden_size,
-        num_heads=size("num_heads"),
-        num_kv_heads=size("num_kv_heads"),
-        head_dim=size("head_dim"),
+        num_heads=heads,
+        num_kv_heads=size("num_kv_heads") if mla is None else heads,
+        head_dim=size("head_dim") if mla is None else mla.qk_head_dim,
         intermediate_size=size("intermediate_size"),
         vocab_size=facts.vocab_size,
         aux_layers=tuple(aux_layers),
@@ -68,6 +70,8 @@ def block_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: Se
         rms_norm_eps=facts.rms_norm_eps,
         rope=facts.rope,
         max_position_embeddings=facts.max_position_embeddings,
+        mla=mla,
+        fc_norm=settings["fc_norm"],
         **_heads(kind, settings),
     )
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
-from torchspec_core.drafters.mla import MLAConfig
-from torchspec_core.errors import UserError
 from torchspec_core.objectives.alignment import MaskAlignment
 from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.eagle3 import Eagle3Loss, Teacher, eagle3_loss
@@ -21,6 +19,7 @@ from torchspec_core.targets.engine import TargetHead
 from torchspec_core.targets.facts import TargetFacts
 from torchspec_core.training.batch import WIDTH_MULTIPLE, IndexBuilder, PackedBatch
 from torchspec_core.training.method import Method, Objective, Setup
+from torchspec_core.training.shape import mla_config
 from torchspec_core.training.validation import validate
 
 
@@ -31,7 +30,7 @@ def drafter_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: 
     def size(name: str) -> int:
         return int(settings[name] if settings[name] is not None else getattr(facts, name))
 
-    mla = mla_config(settings) if settings["attention"] == "mla" else None
+    mla = mla_config(settings)
     heads = size("num_heads")
     return Eagle3Config(
         hidden_size=facts.hidden_size,
@@ -52,18 +51,6 @@ def drafter_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: 
         fc_norm=settings["fc_norm"],
         norm_output=settings["norm_output"],
     )
-
-
-def mla_config(settings: Mapping[str, Any]) -> MLAConfig:
-    """Widths of multi-latent attention from the recipe's `drafter` section."""
-    for name in ("num_kv_heads", "head_dim"):
-        if settings[name] is not None:
-            raise UserError(
-                f"drafter.{name} has no meaning with drafter.attention: mla; leave it out and set the widths by "
-                "kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim and v_head_dim"
-            )
-    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return MLAConfig(**{name: settings[name] for name in names})
 
 
 def anchor_settings(training: Mapping[str, Any], seed: int) -> Anchors | None:
