@@ -65,7 +65,10 @@ class Kind:
             ("fc_norm", fc_norm, "set drafter.fc_norm=false"),
         ):
             if asked and name in self.latent_forms:
-                return f"drafter.attention=mla: {self.latent}, the engine's class for a {self.name}, needs it: {remedy}"
+                return (
+                    f"drafter.attention=mla: {self.latent}, the engine's class for such a {self.name}, does not "
+                    f"compute what the recipe asks: {remedy}"
+                )
         return None
 
     def part(self, name: str) -> Any:

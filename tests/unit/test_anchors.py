@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit import test_dflash as blocks
-from tests.unit.test_ttt import DEPTHS, SIZE, assert_same, batch, drafter, gradients, teacher
+from tests.unit.test_ttt import BOTH_ATTENTIONS, DEPTHS, SIZE, Make, assert_same, batch, gradients, teacher
 from torchspec_core.objectives.anchors import Anchors, AnchorSampling
 from torchspec_core.objectives.eagle3 import eagle3_loss, embed_rows
 from torchspec_core.objectives.ttt import candidate_rows, ttt_index
@@ -56,8 +56,9 @@ def test_the_choice_depends_on_seed_epoch_and_sample_only() -> None:
     assert anchors.choose(CANDIDATES[:6], "a", 0).tolist() == CANDIDATES[:6].tolist()
 
 
-def test_all_candidates_as_anchors_are_the_dense_form() -> None:
-    model, lengths = drafter(), [17, 9, 6]
+@BOTH_ATTENTIONS
+def test_all_candidates_as_anchors_are_the_dense_form(make: Make) -> None:
+    model, lengths = make(), [17, 9, 6]
     ids, aux, last, loss_mask = batch(lengths)
     rows = np.concatenate(candidate_rows(lengths, loss_mask, DEPTHS))
     dense = ttt_index(lengths, loss_mask, DEPTHS, row_multiple=8, width_multiple=8)
@@ -65,9 +66,10 @@ def test_all_candidates_as_anchors_are_the_dense_form() -> None:
     assert_same(gradients(model, ids, aux, last, dense), gradients(model, ids, aux, last, anchored), tolerance=1e-12)
 
 
-def test_anchored_loss_is_the_mean_over_the_anchors_of_the_dense_losses() -> None:
+@BOTH_ATTENTIONS
+def test_anchored_loss_is_the_mean_over_the_anchors_of_the_dense_losses(make: Make) -> None:
     """Rows that only fill up the shapes teach nothing, though the dense form would teach them."""
-    model, lengths = drafter(), [17, 12]
+    model, lengths = make(), [17, 12]
     ids, aux, last, loss_mask = batch(lengths)
     every = np.concatenate(candidate_rows(lengths, loss_mask, DEPTHS))
     some = every[1::4]
@@ -85,8 +87,9 @@ def test_anchored_loss_is_the_mean_over_the_anchors_of_the_dense_losses() -> Non
     assert result.count.tolist() == count.tolist()
 
 
-def test_an_anchor_reaches_the_rows_before_it_and_none_after() -> None:
-    model, (ids, aux, last, _) = drafter(), batch([12])
+@BOTH_ATTENTIONS
+def test_an_anchor_reaches_the_rows_before_it_and_none_after(make: Make) -> None:
+    model, (ids, aux, last, _) = make(), batch([12])
     aux.requires_grad_(True)
     index = ttt_index([12], np.ones(12, dtype=bool), DEPTHS, row_multiple=8, rows=np.array([5]))
     eagle3_loss(model, teacher(), ids, aux, last, index).loss.backward()
@@ -95,8 +98,9 @@ def test_an_anchor_reaches_the_rows_before_it_and_none_after() -> None:
     assert reached.tolist() == [row <= 5 for row in range(12)]
 
 
-def test_other_anchors_are_invisible() -> None:
-    model, (ids, aux, _, loss_mask) = drafter(), batch([14])
+@BOTH_ATTENTIONS
+def test_other_anchors_are_invisible(make: Make) -> None:
+    model, (ids, aux, _, loss_mask) = make(), batch([14])
 
     def outs(*rows: int) -> list[Tensor]:
         index = ttt_index([14], loss_mask, DEPTHS, rows=np.array(rows))
@@ -133,8 +137,9 @@ def test_packing_chooses_by_sample_and_epoch() -> None:
     assert [len(rows) for rows in taught([0], 7)] == [4]
 
 
-def test_a_batch_without_supervision_has_a_connected_loss_of_zero() -> None:
-    model, (ids, aux, last, _) = drafter(), batch([9])
+@BOTH_ATTENTIONS
+def test_a_batch_without_supervision_has_a_connected_loss_of_zero(make: Make) -> None:
+    model, (ids, aux, last, _) = make(), batch([9])
     nothing = np.zeros(9, dtype=bool)
     index = ttt_index([9], nothing, DEPTHS, row_multiple=4, rows=np.concatenate(candidate_rows([9], nothing, DEPTHS)))
     loss, grads = gradients(model, ids, aux, last, index)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.unit.test_eagle3_mla import drafter as latent_drafter
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.ttt import DenseTTT, dense_ttt_mask
@@ -15,6 +18,7 @@ from torchspec_core.objectives.soft_cross_entropy import soft_cross_entropy
 from torchspec_core.objectives.ttt import TTTIndex, ttt_index
 
 VOCABULARY, DRAFT, SIZE, DEPTHS = 24, 16, 12, 3
+Make = Callable[[], Eagle3Drafter]
 
 
 FORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -41,6 +45,9 @@ def drafter(seed: int = 0, **forms: bool) -> Eagle3Drafter:
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64), alpha=0.3)
     return model
+
+
+BOTH_ATTENTIONS = pytest.mark.parametrize("make", [drafter, latent_drafter], ids=["gqa", "mla"])
 
 
 def teacher(seed: int = 5) -> Teacher:
@@ -121,8 +128,9 @@ def test_loss_and_gradients_are_those_of_the_naive_form(form: str, chunk: int) -
     assert_same(fast, (loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
 
 
-def test_batched_documents_equal_documents_alone() -> None:
-    model, lengths = drafter(), [9, 1, 14, 4]
+@BOTH_ATTENTIONS
+def test_batched_documents_equal_documents_alone(make: Make) -> None:
+    model, lengths = make(), [9, 1, 14, 4]
     ids, aux, last, loss_mask = batch(lengths)
     result = eagle3_loss(
         model, teacher(), ids, aux, last, ttt_index(lengths, loss_mask, DEPTHS, row_multiple=8, width_multiple=8)
@@ -138,8 +146,9 @@ def test_batched_documents_equal_documents_alone() -> None:
     assert result.count.tolist() == count.tolist()
 
 
-def test_padding_changes_nothing() -> None:
-    model, (ids, aux, last, loss_mask) = drafter(), batch([11])
+@BOTH_ATTENTIONS
+def test_padding_changes_nothing(make: Make) -> None:
+    model, (ids, aux, last, loss_mask) = make(), batch([11])
     plain = gradients(model, ids, aux, last, ttt_index([11], loss_mask, DEPTHS))
     padded = gradients(
         model,
@@ -153,9 +162,10 @@ def test_padding_changes_nothing() -> None:
     assert_same(plain, padded)
 
 
-def test_fewer_drafted_rows_leave_the_others_alone() -> None:
+@BOTH_ATTENTIONS
+def test_fewer_drafted_rows_leave_the_others_alone(make: Make) -> None:
     """Anchors: drafting from a subset of rows gives those rows the outputs they have among all."""
-    model, (ids, aux, _, loss_mask) = drafter(), batch([13])
+    model, (ids, aux, _, loss_mask) = make(), batch([13])
     target = teacher()
     some = np.array([2, 3, 7, 11])
     outs = []
@@ -166,8 +176,9 @@ def test_fewer_drafted_rows_leave_the_others_alone() -> None:
         torch.testing.assert_close(every[some], few, atol=1e-12, rtol=1e-12)
 
 
-def test_future_does_not_reach_a_row() -> None:
-    model, (ids, aux, _, loss_mask) = drafter(), batch([12])
+@BOTH_ATTENTIONS
+def test_future_does_not_reach_a_row(make: Make) -> None:
+    model, (ids, aux, _, loss_mask) = make(), batch([12])
     target, index = teacher(), ttt_index([12], loss_mask, DEPTHS, rows=np.arange(12))
 
     def outs(ids: Tensor, aux: Tensor) -> list[Tensor]:
@@ -183,8 +194,9 @@ def test_future_does_not_reach_a_row() -> None:
         torch.testing.assert_close(outs(swapped, aux)[depth][:6], before[:6], atol=0, rtol=0)
 
 
-def test_shifting_all_positions_changes_nothing() -> None:
-    model, (ids, aux, _, loss_mask) = drafter(), batch([12])
+@BOTH_ATTENTIONS
+def test_shifting_all_positions_changes_nothing(make: Make) -> None:
+    model, (ids, aux, _, loss_mask) = make(), batch([12])
     target, index = teacher(), ttt_index([12], loss_mask, DEPTHS)
     attention = model.midlayer.self_attn
     embeds = [embed_rows(target.embedding, ids, n) for n in index.next_token]
@@ -226,10 +238,11 @@ def test_a_normed_output_is_what_the_next_depth_reads() -> None:
         torch.testing.assert_close(out[0, 0], second[3], atol=1e-12, rtol=0)
 
 
-def test_training_logits_are_those_of_cached_decoding() -> None:
+@BOTH_ATTENTIONS
+def test_training_logits_are_those_of_cached_decoding(make: Make) -> None:
     """Row i of depth d: prefill rows 0..i with the target's states, then d steps that feed the drafter its own
     outputs."""
-    model, (ids, aux, _, loss_mask) = drafter(), batch([10])
+    model, (ids, aux, _, loss_mask) = make(), batch([10])
     target, index = teacher(), ttt_index([10], loss_mask, DEPTHS, rows=np.arange(10))
     outs = model.rollout(aux, [embed_rows(target.embedding, ids, n) for n in index.next_token], index.layout)
     g = model.combine(aux)
@@ -239,8 +252,11 @@ def test_training_logits_are_those_of_cached_decoding() -> None:
             padding = torch.full((row + 1,), -1)
             padding[-1] = 0
             positions = torch.stack((torch.arange(row + 1), padding))  # beside it a sequence that is mostly padding
-            embeds = target.embedding[ids[1 : row + 2]]
-            out = model.step(g[: row + 1].expand(2, -1, -1), embeds.expand(2, -1, -1), positions, cache)[:, -1:]
+            embeds, cut = target.embedding[ids[1 : row + 2]], (row + 1) // 3  # the context comes in two parts
+            for part in (slice(0, cut), slice(cut, row + 1)):
+                if part.stop > part.start:
+                    rows = [x[part].expand(2, -1, -1) for x in (g, embeds)]
+                    out = model.step(*rows, positions[:, part], cache)[:, -1:]
             for depth in range(DEPTHS):
                 torch.testing.assert_close(
                     model.logits(out[0, 0]), model.logits(outs[depth][row]), atol=1e-10, rtol=1e-10
@@ -253,8 +269,9 @@ def test_training_logits_are_those_of_cached_decoding() -> None:
                 out = model.step(out, embed, torch.tensor([[row + 1 + depth], [1 + depth]]), cache)
 
 
-def test_stale_cache_slots_are_never_seen() -> None:
-    model, (_, aux, _, _) = drafter(), batch([8])
+@BOTH_ATTENTIONS
+def test_stale_cache_slots_are_never_seen(make: Make) -> None:
+    model, (_, aux, _, _) = make(), batch([8])
     g, embeds = model.combine(aux).unsqueeze(0), torch.randn(1, 8, SIZE, dtype=torch.float64)
     fresh, used = model.new_cache(1, 12), model.new_cache(1, 12)
     model.step(g + 3, embeds, torch.arange(8).unsqueeze(0), used)
@@ -288,8 +305,9 @@ def test_equal_distributions_give_the_entropy_and_no_gradient() -> None:
     assert hidden.grad.abs().max() < 1e-12 and weights.grad.abs().max() < 1e-12
 
 
-def test_no_supervised_row_gives_zero_everywhere() -> None:
-    model, (ids, aux, last, _) = drafter(), batch([6, 3])
+@BOTH_ATTENTIONS
+def test_no_supervised_row_gives_zero_everywhere(make: Make) -> None:
+    model, (ids, aux, last, _) = make(), batch([6, 3])
     loss, grads = gradients(model, ids, aux, last, ttt_index([6, 3], np.zeros(9, dtype=bool), DEPTHS, row_multiple=4))
     assert loss.item() == 0.0
     assert set(grads) == {name for name, _ in model.named_parameters()}

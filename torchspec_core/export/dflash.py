@@ -129,6 +129,9 @@ def engine_config(config: BlockConfig, target: TargetFacts, dtype: str) -> dict[
     if config.fc_norm:
         values["fc_norm"] = True
     if config.mla is not None:
+        # vLLM's class of K3DSparkModel reads `rope_scaling` instead of `rope_parameters` where both stand, and then
+        # without the base.
+        del values["rope_scaling"]
         values |= {**asdict(config.mla), "architectures": [kind.latent], "head_dim": config.mla.qk_rope_head_dim}
     if config.markov_rank is not None:
         # K3DSparkModel sizes its projection by `num_target_layers`, where the others mean the target's depth.
