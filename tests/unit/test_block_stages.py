@@ -193,6 +193,29 @@ def test_losses_and_sampling_of_the_recipe_reach_the_drafter(
     assert validation.get("kept_mass", 1.0) == pytest.approx(1.0, abs=1e-5)  # the whole vocabulary is kept
 
 
+@pytest.mark.parametrize("kind", ["dflash2", "dspark"])
+def test_multi_latent_blocks_walk_the_stages(kind: str, inputs: dict[str, Path], tmp_path: Path) -> None:
+    facts = read_facts(inputs["target"])
+    values = recipe(kind, facts.vocab_size)
+    values["drafter"] |= {
+        "attention": "mla", "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+    }  # fmt: skip
+    folders = {**inputs, **{name: tmp_path / name for name in ("drafter", "export", "evaluation")}}
+    for body, name, needs in (
+        (stage, "drafter", ("target", "tokens", "vocabulary", "states")),
+        (checkpoint, "export", ("target", "vocabulary", "drafter")),
+        (acceptance, "evaluation", ("target", "prompts", "tokens", "export")),
+    ):
+        body.build(local_job(folders[name], {need: folders[need] for need in needs}, values, values))
+    steps = [json.loads(line) for line in (folders["drafter"] / "metrics.jsonl").open()]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    assert load_blocks(folders["export"], "float32", facts).config.mla is not None
+    numbers = json.loads((folders["evaluation"] / "evaluation.json").read_text())
+    slots = [numbers[f"heldout.greedy.slot_{slot}"] for slot in range(1, K + 1)]
+    assert numbers["heldout.greedy.acceptance_length"] == pytest.approx(1 + sum(slots))
+
+
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """Anchors are drawn anew in each epoch, from the epoch's number: a resumed run draws what the first one would."""
     config = BlockConfig(
