@@ -1,11 +1,12 @@
 """Conversations to tokens and masks: our stage against the usual ways, and against the encoder alone.
 
 Every way makes the same ids and masks of the same JSON lines with two worker processes, each in a process of its own,
-and the ways take turns. `floor` is the fast tokenizer alone on text that is rendered already. The rivals hold every
-result in memory, as they do in practice, so they run on at most 100,000 rows; ours also runs on all of them, to show
-that its parent does not grow.
+and the ways take turns. The floor is the fast tokenizer (Rust) alone on text that is rendered already, by two of its
+own threads (`floor_threads`) and in two processes (`floor_processes`); ratios are to the faster one. The rivals use the
+same template and mask rule and the fast tokenizer; they hold every result in memory, as they do in practice, so they
+run on at most 100,000 rows. With more rows, ours and the floor run on all of them as well.
 
-    python -m benchmarks.preprocess --json FILE [--quick] [--rows N]
+    python -m benchmarks.preprocess --json FILE [--quick] [--rows N] [--rounds N] [--ways NAME,...]
 
 `datasets` is not a dependency: `--datasets-python PYTHON` names an interpreter that has it (and this project's).
 """
@@ -25,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,20 +38,26 @@ COLUMNS = {
     "rows_per_s": ">10,.0f", "tokens_per_s": ">12,.0f", "spread": ">8.0%", "parent_mb": ">11,.0f",
     "worker_mb": ">11,.0f", "open_files": ">7.0f", "collect_us_per_row": ">16.1f",
 }  # fmt: skip
+FLOORS = ("floor_threads", "floor_processes")
 RIVALS = ("tensors_pool_after", "tensors_pool", "lists_pool", "datasets_map")
 # Real conversations are long; these bounds give the 200 to 300 tokens of the instruction sets that people train on.
 TURNS, TURN_CHARS = 4, 320
 
 
 def make_corpus(path: Path, rows: int) -> None:
-    """`rows` different conversations, cut out of real ones."""
+    """`rows` different conversations: each a window of a real one, which moves on when all have been used."""
     from torchspec_core.data.sources import Conversation, read_conversations
 
     usable = (c for c in read_conversations("sharegpt") if isinstance(c, Conversation) and len(c.messages) >= 2)
-    real = [c.messages[:TURNS] for c in itertools.islice(usable, 4000)]
+    real = [c.messages for c in itertools.islice(usable, rows)]
     with path.open("w", encoding="utf-8") as out:
         for number in range(rows):
-            messages = [{"role": m.role, "content": m.content[:TURN_CHARS]} for m in real[number % len(real)]]
+            turns = real[number % len(real)]
+            lap, start = divmod(number // len(real), len(turns) // 2)
+            window = turns[2 * start : 2 * start + TURNS]
+            cut = [turn.content[lap * TURN_CHARS : (lap + 1) * TURN_CHARS].strip() for turn in window]
+            contents = [text or turn.content[:TURN_CHARS] for text, turn in zip(cut, window, strict=True)]
+            messages = [{"role": t.role, "content": text} for t, text in zip(window, contents, strict=True)]
             messages[0]["content"] = f"{number}. {messages[0]['content']}"
             even = messages[: len(messages) - len(messages) % 2]
             out.write(json.dumps({"messages": even}, ensure_ascii=False) + "\n")
@@ -98,12 +105,13 @@ def _start(target: Path) -> None:
 
 
 def _encode(lines: list[str]) -> list[Encoded]:
-    """Ids and mask (a value a token) of rows, by the rule of our stage."""
+    """Ids and mask (a value a token) of rows, by the rule of our stage and the fast tokenizer."""
     from torchspec_core.data import runs
     from torchspec_core.data.messages import parse_chat
     from torchspec_core.data.render import load_renderer
 
     renderer = load_renderer(_target)
+    renderer.words = None
     pieces = [renderer.pieces(parse_chat(json.loads(line)).messages) for line in lines]
     return [(r.input_ids, runs.decode(r.runs).astype(int).tolist()) for r in renderer.encode(pieces)]
 
@@ -185,22 +193,44 @@ def run_ours(corpus: Path, target: Path) -> dict[str, float]:
     return {"rows": counts["rows"], "tokens": counts["tokens"], "collect_cpu": spent}
 
 
-def run_floor(corpus: Path, target: Path) -> dict[str, float]:
-    """The tokenizer's own threads on rendered text; only the encoding is timed."""
+def _encode_floor(corpus: Path, target: Path, worker: int, workers: int) -> dict[str, float]:
+    """Encode every `workers`-th batch of rendered text; only the encoding is timed."""
     from torchspec_core.data.messages import parse_chat
     from torchspec_core.data.render import load_renderer
 
     renderer = load_renderer(target)
     seconds, rows, tokens = 0.0, 0, 0
     with corpus.open(encoding="utf-8") as file:
-        while lines := list(itertools.islice(file, 4 * BATCH)):
+        for number in itertools.count():
+            lines = list(itertools.islice(file, 4 * BATCH))
+            if not lines:
+                break
+            if number % workers != worker:
+                continue
             texts = [renderer.text(parse_chat(json.loads(line)).messages) for line in lines]
             started = time.perf_counter()
             encoded = renderer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             seconds += time.perf_counter() - started
             rows += len(texts)
             tokens += sum(len(e) for e in encoded)
-    return {"rows": rows, "tokens": tokens, "collect_cpu": 0.0, "seconds": seconds}
+    return {"rows": rows, "tokens": tokens, "seconds": seconds}
+
+
+def run_floor_threads(corpus: Path, target: Path) -> dict[str, float]:
+    """The tokenizer's own threads."""
+    return {**_encode_floor(corpus, target, 0, 1), "collect_cpu": 0.0}
+
+
+def run_floor_processes(corpus: Path, target: Path) -> dict[str, float]:
+    """A process a core, each with a part of the text; both are busy all the time, so their mean is the time."""
+    import multiprocessing
+
+    with multiprocessing.get_context("fork").Pool(WORKERS) as pool:
+        parts = pool.starmap(_encode_floor, [(corpus, target, worker, WORKERS) for worker in range(WORKERS)])
+        pool.close()
+        pool.join()
+    total = {key: sum(part[key] for part in parts) for key in ("rows", "tokens", "seconds")}
+    return {**total, "seconds": total["seconds"] / WORKERS, "collect_cpu": 0.0}
 
 
 def run_datasets(corpus: Path, target: Path) -> dict[str, float]:
@@ -226,7 +256,8 @@ def run_datasets(corpus: Path, target: Path) -> dict[str, float]:
 
 WAYS: dict[str, Callable[[Path, Path], dict[str, float]]] = {
     "ours": run_ours,
-    "floor": run_floor,
+    "floor_threads": run_floor_threads,
+    "floor_processes": run_floor_processes,
     "tensors_pool_after": _pool(_row_as_tensors, after=True),
     "tensors_pool": _pool(_row_as_tensors, after=False),
     "lists_pool": _pool(_row_as_lists, after=False),
@@ -256,10 +287,10 @@ def run_one(way: str, corpus: Path, target: Path) -> dict[str, float]:
 
 def start_one(way: str, corpus: Path, target: Path, python: str) -> dict[str, float] | str:
     """Run one way in a process of its own; the reason as text when it cannot run."""
-    threads = str(WORKERS) if way == "floor" else "1"
+    threaded = way == "floor_threads"
     environment = {
-        **os.environ, "TOKENIZERS_PARALLELISM": "true" if way == "floor" else "false", "RAYON_NUM_THREADS": threads,
-        "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
+        **os.environ, "TOKENIZERS_PARALLELISM": "true" if threaded else "false",
+        "RAYON_NUM_THREADS": str(WORKERS) if threaded else "1", "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE",
     }  # fmt: skip
     command = [python, "-m", "benchmarks.preprocess", "--way", way, "--corpus", str(corpus), "--target", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -292,8 +323,9 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
             out[f"speedup.vs_{way}"] = a_row(way, "seconds") / ours
     if "tensors_pool" in runs:
         out["speedup.collection"] = out["collect_us_per_row.tensors_pool"] / out["collect_us_per_row.ours"]
-    if "floor" in runs:
-        out["fraction.of_encode_floor"] = a_row("floor", "seconds") / ours
+    floors = [a_row(way, "seconds") for way in FLOORS if way in runs]
+    if floors:
+        out["fraction.of_encode_floor"] = min(floors) / ours
     if "tensors_pool_after" in runs:
         # Our parent works before and after the workers; a pool's parent collects while they work, whoever is slower.
         mine = a_row("ours", "collect_cpu") + a_row("ours", "worker_cpu") / MODEL_WORKERS
@@ -317,33 +349,42 @@ def table(numbers: dict[str, float], skipped: dict[str, str]) -> str:
     return "\n".join(lines + [f"skipped {way}: {reason}" for way, reason in skipped.items()])
 
 
-def measure(rows: int, repeats: int, datasets_python: str) -> tuple[dict[str, float], dict[str, str]]:
-    """All ways in turn, `repeats` times, then ours once more on all rows."""
+def measure(
+    ways: Sequence[str], rows: int, rounds: int, datasets_python: str
+) -> tuple[dict[str, float], dict[str, str]]:  # fmt: skip
+    """All ways in turn, `rounds` times on at most 100,000 rows, then ours and the floor once more on all rows."""
     runs: dict[str, list[dict[str, float]]] = {}
     skipped: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="torchspec-preprocess-") as folder:
         target, corpus = Path(folder, "target"), Path(folder, "corpus.jsonl")
         make_target(target)
         make_corpus(corpus, min(rows, RIVAL_ROWS))
-        for _ in range(repeats):
-            for way in WAYS:
-                if way in skipped:
-                    continue
-                found = start_one(way, corpus, target, datasets_python if way == "datasets_map" else sys.executable)
-                if isinstance(found, str):
-                    skipped[way] = found
-                else:
-                    runs.setdefault(way, []).append(found)
+        for way in list(ways) * rounds:
+            if way in skipped:
+                continue
+            found = start_one(way, corpus, target, datasets_python if way == "datasets_map" else sys.executable)
+            if isinstance(found, str):
+                skipped[way] = found
+            else:
+                runs.setdefault(way, []).append(found)
         if "ours" in skipped:
             raise SystemExit(f"our own stage failed: {skipped['ours']}")
         numbers = summarise(runs)
         if rows > RIVAL_ROWS:
             make_corpus(corpus, rows)
-            whole = start_one("ours", corpus, target, sys.executable)
-            if isinstance(whole, str):
-                raise SystemExit(f"our own stage failed on {rows} rows: {whole}")
-            numbers |= {"rss.parent_mb": whole["parent_mb"], "rss.parent_mb_at_100k": numbers["rss.parent_mb"],
-                        "rows_per_s.ours_all_rows": whole["rows"] / whole["seconds"]}  # fmt: skip
+            floors = [way for way in FLOORS if way in runs]
+            fastest = max(floors, key=lambda way: numbers[f"rows_per_s.{way}"], default=None)
+            whole: dict[str, list[dict[str, float]]] = {}
+            for way in filter(None, (fastest, "ours")):
+                found = start_one(way, corpus, target, sys.executable)
+                if isinstance(found, str):
+                    raise SystemExit(f"{way} failed on {rows} rows: {found}")
+                whole[way] = [found]
+            numbers |= {f"all_rows.{name}": value for name, value in summarise(whole).items()}
+            numbers["rss.parent_mb_at_100k"] = numbers["rss.parent_mb"]
+            for name in ("rss.parent_mb", "fraction.of_encode_floor"):
+                if f"all_rows.{name}" in numbers:
+                    numbers[name] = numbers.pop(f"all_rows.{name}")
     return numbers, skipped
 
 
@@ -353,6 +394,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--quick", action="store_true", help="100,000 rows, once")
     parser.add_argument("--rows", type=int, help="rows of the corpus (default 1,000,000)")
+    parser.add_argument("--rounds", type=int, help="how often every way runs on 100,000 rows (default 3)")
+    parser.add_argument("--ways", default=",".join(WAYS), help="the ways to run (default: all)")
     parser.add_argument("--datasets-python", default=sys.executable, metavar="PYTHON")
     parser.add_argument("--way", choices=tuple(WAYS), help=argparse.SUPPRESS)
     parser.add_argument("--corpus", type=Path, help=argparse.SUPPRESS)
@@ -362,11 +405,16 @@ def main() -> None:
         print(json.dumps(run_one(args.way, args.corpus, args.target)))
         return
     rows = args.rows or (RIVAL_ROWS if args.quick else 1_000_000)
-    numbers, skipped = measure(rows, 1 if args.quick else 3, args.datasets_python)
+    ways = args.ways.split(",")
+    if not {"ours"} <= set(ways) <= set(WAYS):
+        parser.error(f"--ways takes ours and some of {', '.join(list(WAYS)[1:])}")
+    rounds = args.rounds or (1 if args.quick else 3)
+    numbers, skipped = measure(ways, rows, rounds, args.datasets_python)
     print(table(numbers, skipped))
     if args.json:
         meta = {
-            "meta.rows": rows, "meta.workers": WORKERS, "meta.cpus": os.cpu_count(),
+            "meta.rows": rows, "meta.rows_of_rivals": min(rows, RIVAL_ROWS), "meta.rounds": rounds,
+            "meta.workers": WORKERS, "meta.cpus": os.cpu_count(),
             "meta.python": platform.python_version(), "meta.machine": platform.processor() or platform.machine(),
             **{f"meta.skipped.{way}": reason for way, reason in skipped.items()},
         }  # fmt: skip

@@ -34,6 +34,7 @@ from tokenizers import Tokenizer
 from torchspec_core.data import runs
 from torchspec_core.data.messages import BadRow, Message
 from torchspec_core.data.template import ChatTemplate
+from torchspec_core.data.words import word_encoder
 from torchspec_core.errors import UserError
 
 Policy = Literal["all", "last", "last-if-thinking"]
@@ -118,6 +119,7 @@ class Renderer:
         self.control = _any_of(t.content for t in added if t.special or t.content in template)
         # Pieces can be encoded one by one only if the tokenizer adds nothing at the start of a text.
         self.by_piece = self.decode([*self._ids("a:"), *self._ids("b")]) == "a:b"
+        self.words = word_encoder(tokenizer) if self.by_piece else None
 
     def _ids(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -262,11 +264,11 @@ class Renderer:
         raise BrokenPrefix(f"{where}: {why}; {advice}")
 
     def encode(self, batch: Sequence[Sequence[Piece]]) -> list[Rendered]:
-        """Token ids and mask runs of each conversation of a batch (all pieces in one call to the fast tokenizer)."""
+        """Token ids and mask runs of each conversation of a batch ."""
         if not self.by_piece:
             return self._encode_whole(batch)
         texts = [part for pieces in batch for piece in pieces for part in piece.text.split(_BREAK)]
-        encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        encoded = iter(self._encode_texts(texts))
         rendered = []
         for pieces in batch:
             ids: list[int] = []
@@ -274,10 +276,19 @@ class Renderer:
             for piece in pieces:
                 before = len(ids)
                 for _ in range(piece.text.count(_BREAK) + 1):
-                    ids += next(encoded).ids
+                    ids += next(encoded)
                 lengths.append((len(ids) - before, piece.supervised))
             rendered.append(Rendered(ids, runs.merge(lengths)))
         return rendered
+
+    def _encode_texts(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text: by words where that is certain to be the same, the others by the tokenizer."""
+        if self.words is None:
+            return [e.ids for e in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+        found = [self.words.encode(text) for text in texts]
+        rest = [text for text, ids in zip(texts, found, strict=True) if ids is None]
+        others = iter(self.tokenizer.encode_batch_fast(rest, add_special_tokens=False)) if rest else iter(())
+        return [next(others).ids if ids is None else ids for ids in found]
 
     def _encode_whole(self, batch: Sequence[Sequence[Piece]]) -> list[Rendered]:
         texts = ["".join(piece.text for piece in pieces) for pieces in batch]

@@ -79,6 +79,8 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, Any]) -> None:
         self.source = source
         self.template = _environment().from_string(source)
+        # A plain copy: jinja merges the chained one anew, key by key, at each rendering.
+        self.template.globals = dict(self.template.globals)
         self.variables = dict(variables)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], generate: bool) -> str:
