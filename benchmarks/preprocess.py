@@ -36,7 +36,7 @@ RIVAL_ROWS = 100_000
 MODEL_WORKERS = 64
 COLUMNS = {
     "rows_per_s": ">10,.0f", "tokens_per_s": ">12,.0f", "spread": ">8.0%", "parent_mb": ">11,.0f",
-    "worker_mb": ">11,.0f", "open_files": ">7.0f", "collect_us_per_row": ">16.1f",
+    "worker_mb": ">11,.0f", "open_files": ">7.0f", "cpu_us_per_row": ">12.1f", "collect_us_per_row": ">16.1f",
 }  # fmt: skip
 FLOORS = ("floor_threads", "floor_processes")
 RIVALS = ("tensors_pool_after", "tensors_pool", "lists_pool", "datasets_map")
@@ -199,7 +199,7 @@ def _encode_floor(corpus: Path, target: Path, worker: int, workers: int) -> dict
     from torchspec_core.data.render import load_renderer
 
     renderer = load_renderer(target)
-    seconds, rows, tokens = 0.0, 0, 0
+    seconds, cpu, rows, tokens = 0.0, 0.0, 0, 0
     with corpus.open(encoding="utf-8") as file:
         for number in itertools.count():
             lines = list(itertools.islice(file, 4 * BATCH))
@@ -208,12 +208,13 @@ def _encode_floor(corpus: Path, target: Path, worker: int, workers: int) -> dict
             if number % workers != worker:
                 continue
             texts = [renderer.text(parse_chat(json.loads(line)).messages) for line in lines]
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             encoded = renderer.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             seconds += time.perf_counter() - started
+            cpu += time.process_time() - cpu_started
             rows += len(texts)
             tokens += sum(len(e) for e in encoded)
-    return {"rows": rows, "tokens": tokens, "seconds": seconds}
+    return {"rows": rows, "tokens": tokens, "seconds": seconds, "cpu": cpu}
 
 
 def run_floor_threads(corpus: Path, target: Path) -> dict[str, float]:
@@ -229,7 +230,7 @@ def run_floor_processes(corpus: Path, target: Path) -> dict[str, float]:
         parts = pool.starmap(_encode_floor, [(corpus, target, worker, WORKERS) for worker in range(WORKERS)])
         pool.close()
         pool.join()
-    total = {key: sum(part[key] for part in parts) for key in ("rows", "tokens", "seconds")}
+    total = {key: sum(part[key] for part in parts) for key in ("rows", "tokens", "seconds", "cpu")}
     return {**total, "seconds": total["seconds"] / WORKERS, "collect_cpu": 0.0}
 
 
@@ -272,14 +273,14 @@ def _peak_mb() -> float:
 
 
 def run_one(way: str, corpus: Path, target: Path) -> dict[str, float]:
-    """Run one way here; seconds, processor seconds of parent and workers, peak memory (MB), open files."""
+    """Run one way here; seconds, processor seconds (all, and the workers'), peak memory (MB), open files."""
     with _Descriptors() as descriptors:
         started = time.perf_counter()
         found = WAYS[way](corpus, target)
         seconds = time.perf_counter() - started
     own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return {
-        "seconds": seconds, **found, "parent_cpu": own.ru_utime + own.ru_stime,
+        "seconds": seconds, "cpu": own.ru_utime + own.ru_stime + others.ru_utime + others.ru_stime, **found,
         "worker_cpu": others.ru_utime + others.ru_stime, "parent_mb": _peak_mb(),
         "worker_mb": others.ru_maxrss / 1000, "open_files": descriptors.most,
     }  # fmt: skip
@@ -316,6 +317,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
         out[f"spread.{way}"] = (max(rates) - min(rates)) / statistics.median(rates)
         for key in ("parent_mb", "worker_mb", "open_files"):
             out[f"{key}.{way}"] = middle(way, key)
+        out[f"cpu_us_per_row.{way}"] = 1e6 * a_row(way, "cpu")
         out[f"collect_us_per_row.{way}"] = 1e6 * a_row(way, "collect_cpu")
     ours = a_row("ours", "seconds")
     for way in RIVALS:
@@ -340,7 +342,7 @@ def summarise(runs: dict[str, list[dict[str, float]]]) -> dict[str, float]:
 def table(numbers: dict[str, float], skipped: dict[str, str]) -> str:
     """What a person reads: one line a way, then the ratios."""
     lines = [f"{'way':<20}{'rows/s':>10}{'tokens/s':>12}{'spread':>8}{'parent MB':>11}{'worker MB':>11}{'files':>7}"
-             f"{'collect us/row':>16}"]  # fmt: skip
+             f"{'cpu us/row':>12}{'collect us/row':>16}"]  # fmt: skip
     for way in (name.removeprefix("rows_per_s.") for name in numbers if name.startswith("rows_per_s.")):
         cells = "".join(format(numbers[f"{key}.{way}"], form) for key, form in COLUMNS.items())
         lines.append(f"{way:<20}{cells}")
@@ -414,7 +416,7 @@ def main() -> None:
     if args.json:
         meta = {
             "meta.rows": rows, "meta.rows_of_rivals": min(rows, RIVAL_ROWS), "meta.rounds": rounds,
-            "meta.workers": WORKERS, "meta.cpus": os.cpu_count(),
+            "meta.workers": WORKERS, "meta.cpus": os.cpu_count(), "meta.load_at_end": os.getloadavg()[0],
             "meta.python": platform.python_version(), "meta.machine": platform.processor() or platform.machine(),
             **{f"meta.skipped.{way}": reason for way, reason in skipped.items()},
         }  # fmt: skip
