@@ -58,6 +58,12 @@ def check_fields(recipe: Recipe) -> None:
         f"training.warmup={training.warmup:g} and training.decay={training.decay:g} are more than all steps together: "
         "lower one of them",
     )
+    for name, wanted in (("patience", training.patience is not None), ("keep", training.keep == "best")):
+        _refuse(
+            wanted and training.validate_steps == 0,
+            f"training.{name}={getattr(training, name)} needs validations while it trains: set training.validate_steps "
+            "to the steps between them",
+        )
     strided = (training.anchor_sampling or ("uniform" if blocks else "strided")) == "strided"
     _refuse(
         training.anchor_max_gap is not None and not (strided and (blocks or training.anchors is not None)),

@@ -235,7 +235,7 @@ def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:
         init_blocks(drafter, 0)
         settings = replace(SETTINGS, checkpoint_seconds=1e-9)
         plan = plan_steps(source.lengths, 0, 2, 96)
-        return train(drafter, objective, builder, source, plan, settings, folder, lambda _: None)
+        return train(drafter, objective, builder, source, plan, settings, folder, lambda _: None).weights
 
     whole = run(tmp_path / "whole", Samples())
     with pytest.raises(InterruptedError):

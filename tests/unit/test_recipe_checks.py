@@ -36,6 +36,8 @@ def check(*overrides: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["training.patience=3"], "training.patience=3 needs validations .* training.validate_steps"),
+        (["training.keep=best"], "training.keep=best needs validations .* training.validate_steps"),
         (["data.heldout=24"], "data.heldout is 24, but .* 24 rows"),
         (["data.min_supervised=161"], "data.min_supervised is 161, more than the 160"),
         (["data.min_supervised=17"], "more than answers.max_new_tokens=16"),

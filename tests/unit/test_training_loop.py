@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
 from torchspec_core.training.phases import PHASES
 from torchspec_core.training.plan import plan_steps
+from torchspec_core.training.selection import MEASURE
 from torchspec_core.training.validation import validate
 
 SIZE, VOCABULARY = 16, 32
@@ -34,6 +36,8 @@ SETTINGS = LoopSettings(
     ema=0.0,
     checkpoint_seconds=1e9,
     validate_steps=0,
+    patience=None,
+    keep_best=False,
     log_steps=3,
 )
 
@@ -109,6 +113,7 @@ def run(
     settings: LoopSettings = SETTINGS,
     epochs: float = 3,
     anchors: Anchors | None = None,
+    check: Callable[[Any], dict[str, float]] | None = None,
 ) -> tuple[list[Tensor], list[Report]]:
     folder.mkdir(exist_ok=True)
     reports: list[Report] = []
@@ -116,7 +121,7 @@ def run(
     plan = plan_steps(source.lengths, 0, epochs, 96)
     objective = eagle3_objective(teacher(settings.dtype), Eagle3Loss())
     index = ttt_builder(2, "predicted", anchors=anchors)
-    return train(drafter(), objective, index, source, plan, settings, folder, reports.append), reports
+    return train(drafter(), objective, index, source, plan, settings, folder, reports.append, check).weights, reports
 
 
 def trace(folder: Path) -> list[dict[str, float]]:
@@ -263,3 +268,48 @@ def test_the_phases_of_a_step_add_up_to_its_time(tmp_path: Path) -> None:
         shares = [row[f"time_{name}"] for name in PHASES]
         assert all(share >= 0 for share in shares) and sum(shares) <= 1.0 + 1e-6
     assert all(row["time_forward"] > 0 and row["time_data"] > 0 for row in rows)
+
+
+def test_a_run_stops_when_nothing_improves_and_keeps_its_best_weights(tmp_path: Path) -> None:
+    values, seen = iter([1.0, 2.0, 2.0, float("nan")]), []
+
+    def check(model: Eagle3Drafter) -> dict[str, float]:
+        seen.append([p.detach().clone() for p in model.parameters()])
+        return {MEASURE: next(values)}
+
+    settings = replace(SETTINGS, dtype=torch.float32, validate_steps=4, patience=2, ema=0.9)
+    best, reports = run(tmp_path / "best", Samples(), replace(settings, keep_best=True), 9, check=check)
+    assert len(seen) == 4 and reports[-1].step == 16 < reports[-1].steps
+    assert all(torch.equal(a, b) for a, b in zip(best, seen[1], strict=True))
+    validated = [row["step"] for row in trace(tmp_path / "best") if f"val_{MEASURE}" in row]
+    assert validated == [4, 8, 12, 16]
+    values, last_seen = iter([2.0, 1.0, 1.0]), seen.copy()
+    last, _ = run(tmp_path / "last", Samples(), settings, 9, check=check)
+    assert all(
+        torch.equal(a, b) for a, b in zip(last, last_seen[2], strict=True)
+    )  # the third validation, not the first
+
+
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_looking_at_the_drafter_does_not_change_its_training(tmp_path: Path, dtype: torch.dtype, ema: float) -> None:
+    settings = replace(SETTINGS, dtype=dtype, ema=ema)
+    plain, _ = run(tmp_path / "plain", Samples(), settings)
+    looked, _ = run(tmp_path / "looked", Samples(), replace(settings, validate_steps=2), check=lambda _: {MEASURE: 1.0})
+    assert all(torch.equal(a, b) for a, b in zip(plain, looked, strict=True))
+
+
+@pytest.mark.parametrize("stop", [15, 41, 60])
+def test_an_interrupted_run_remembers_its_best_weights(tmp_path: Path, stop: int) -> None:
+    def check(model: Eagle3Drafter) -> dict[str, float]:  # goes up and down
+        return {MEASURE: float((1e3 * model.fc.weight.double().sum()).cos())}
+
+    settings = replace(SETTINGS, checkpoint_seconds=1e-9, validate_steps=2, keep_best=True, ema=0.5)
+    whole, reports = run(tmp_path / "whole", Samples(), settings, check=check)
+    values = [report.numbers[f"val_{MEASURE}"] for report in reports if f"val_{MEASURE}" in report.numbers]
+    assert max(values) > values[-1]
+    with pytest.raises(InterruptedError):
+        run(tmp_path / "cut", Samples(limit=stop), settings, check=check)
+    again, _ = run(tmp_path / "cut", Samples(), settings, check=check)
+    assert all(torch.equal(a, b) for a, b in zip(whole, again, strict=True))
+    assert trace(tmp_path / "whole") == trace(tmp_path / "cut")

@@ -277,8 +277,16 @@ class TrainingSection(Section):
         "bfloat16", description="Compute type; parameters keep fp32 masters."
     )
     ema: float = Identity(0.0, ge=0.0, lt=1.0, description="Decay of the averaged weights that are exported; 0 = off.")
+    validate_steps: int = Identity(0, ge=0, description="Steps between validations; 0 = at the end only.")
+    patience: int | None = Identity(
+        None,
+        gt=0,
+        description="Stop after so many validations without a better estimated acceptance length; none = go on.",
+    )
+    keep: Literal["last", "best"] = Identity(
+        "last", description="Weights that are exported: of the last step, or of the best validation."
+    )
     checkpoint_seconds: float = Runtime(30.0, gt=0.0)
-    validate_steps: int = Runtime(0, ge=0, description="0 = at the end only.")
     log_steps: int = Runtime(10, gt=0)
 
 

@@ -26,6 +26,7 @@ from torchspec_core.training.optimizer import OptimizerSettings, make_masters, m
 from torchspec_core.training.phases import Phases
 from torchspec_core.training.plan import PlannedStep
 from torchspec_core.training.schedule import Schedule, lr_factor
+from torchspec_core.training.selection import Selection
 
 _log = logging.getLogger("torchspec.training")
 METRICS = "metrics.jsonl"
@@ -43,7 +44,18 @@ class LoopSettings:
     ema: float
     checkpoint_seconds: float
     validate_steps: int
+    patience: int | None
+    keep_best: bool
     log_steps: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run made: fp32 `weights` in parameter order as they were after step `best`, and the `steps` it took."""
+
+    weights: list[Tensor]
+    steps: int
+    best: int
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,8 @@ def train(
     scratch: Path,
     report: Callable[[Report], None],
     validate: Callable[[Any], dict[str, float]] | None = None,
-) -> list[Tensor]:
-    """Train `drafter` in place (it ends in the compute type) and return its final fp32 weights in parameter order.
+) -> Trained:
+    """Train `drafter` in place; it ends in the compute type, with the returned weights.
 
     Args:
         drafter: fp32, initialised.
@@ -75,11 +87,13 @@ def train(
         plan: the steps, of one batch each.
         scratch: folder for checkpoint and metrics; a run continues from what it finds there.
         report: called for each line of metrics; `time_*` in it are shares of the wall time since the line before.
-        validate: called every `validate_steps` steps; its numbers are logged as `val_*`.
+        validate: called every `validate_steps` steps, and after the last if the best weights are kept; sees the weights
+            that an end at that step would return. Its numbers are logged as `val_*`.
     """
     masters = make_masters(drafter, settings.dtype)
     optimizer = make_optimizer(masters, settings.optimizer)
     average = [m.detach().clone() for m in masters.master] if settings.ema else []
+    selection = Selection(settings.keep_best, settings.patience)
     first, tokens, elapsed = 0, 0, 0.0
     pending: list[tuple[Tensor, ...]] = []
     metrics = scratch / METRICS
@@ -87,12 +101,14 @@ def train(
     if saved is not None:
         first, tokens, elapsed = saved["step"], saved["tokens"], saved["seconds"]
         optimizer.load(saved["optimizer"])
+        selection.load(saved["selection"])
         torch._foreach_copy_(average, saved["average"]) if average else None
         pending = [tuple(row) for row in saved["pending"]]
         _log.info("continuing at step %d of %d", first, len(plan))
     _truncate(metrics, saved["metrics_bytes"] if saved else 0)
     phase = Phases()
     began = mark = lap = time.monotonic()
+    done = first
     with open(metrics, "a", encoding="utf-8") as lines:
         for step in range(first, len(plan)):
             with phase("data"):
@@ -118,7 +134,11 @@ def train(
                 )
             )
             done = step + 1
-            if done % settings.log_steps == 0 or done == len(plan):
+            last = done == len(plan)
+            validates = validate is not None and (
+                settings.keep_best if last else bool(settings.validate_steps) and done % settings.validate_steps == 0
+            )
+            if validates or last or done % settings.log_steps == 0:
                 with phase("metrics"):
                     numbers = _summarise(pending, tuple(result.extras))
                 pending = []
@@ -133,17 +153,18 @@ def train(
                     "epoch": plan[step].epoch,
                     "seconds": elapsed + time.monotonic() - began,
                 }
-                if (
-                    validate is not None
-                    and settings.validate_steps
-                    and done % settings.validate_steps == 0
-                    and done < len(plan)
-                ):
-                    numbers |= {f"val_{name}": value for name, value in validate(drafter).items()}
-                lap = now
+                if validates and validate is not None:
+                    with masters.showing(average):
+                        found = validate(drafter)
+                    selection.see(done, found, average or [m.detach() for m in masters.master])
+                    numbers |= {f"val_{name}": value for name, value in found.items()}
+                lap = time.monotonic()
                 lines.write(json.dumps({"step": done, **numbers}) + "\n")
                 lines.flush()
                 report(Report(done, len(plan), numbers))
+                if selection.over:
+                    _log.info("no better than at step %d: stopped at %d of %d", selection.step, done, len(plan))
+                    break
             if time.monotonic() - mark >= settings.checkpoint_seconds and done < len(plan):
                 save_checkpoint(
                     scratch,
@@ -153,15 +174,16 @@ def train(
                         "seconds": elapsed + time.monotonic() - began,
                         "optimizer": optimizer.state(),
                         "average": average,
+                        "selection": selection.state(),
                         "pending": [list(row) for row in pending],
                         "metrics_bytes": lines.tell(),
                     },
                 )
                 mark = time.monotonic()
-    final = average or [m.detach() for m in masters.master]
+    final = selection.weights or average or [m.detach() for m in masters.master]
     with torch.no_grad():
         torch._foreach_copy_(list[Tensor](masters.working), final)
-    return final
+    return Trained(final, done, selection.step if selection.weights else done)
 
 
 def _load(source: SampleSource, step: PlannedStep, index: IndexBuilder, dtype: torch.dtype) -> PackedBatch:

@@ -8,7 +8,8 @@ with AdamW. Library Muon has no on-device skip, so there the host looks at the n
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,6 +53,21 @@ class Masters:
         """Copy masters to the working parameters."""
         if not self.shared:
             torch._foreach_copy_(list(self.working), [m.detach() for m in self.master])
+
+    @contextmanager
+    def showing(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Inside, the module computes with `weights` (fp32, in parameter order); none = with its own."""
+        own = list[Tensor](self.working)
+        if not weights:
+            yield
+            return
+        with torch.no_grad():
+            kept = [tensor.detach().clone() for tensor in own]
+            torch._foreach_copy_(own, list(weights))
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(own, kept)
 
 
 def make_masters(drafter: nn.Module, dtype: torch.dtype) -> Masters:

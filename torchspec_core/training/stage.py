@@ -89,7 +89,9 @@ def loop_settings(training: dict[str, Any], runtime: dict[str, Any]) -> LoopSett
         dtype=DTYPES[training["dtype"]],
         ema=training["ema"],
         checkpoint_seconds=runtime["checkpoint_seconds"],
-        validate_steps=runtime["validate_steps"],
+        validate_steps=training["validate_steps"],
+        patience=training["patience"],
+        keep_best=training["keep"] == "best",
         log_steps=runtime["log_steps"],
     )
 
@@ -149,7 +151,7 @@ def build(job: Job) -> None:
     _log.info(
         "%d samples, %d held out, %d steps, %d parameters", len(source.places), len(held.places), len(plan), parameters
     )
-    weights = train(
+    trained = train(
         drafter, method.objective, method.index, source, plan, settings, scratch, partial(_report, job), check
     )
     metrics, config = check(drafter), method.config
@@ -157,7 +159,7 @@ def build(job: Job) -> None:
         config, errors = method.calibrate(drafter, batches)
         metrics |= errors
     names = [name for name, _ in drafter.named_parameters()]
-    tensors = {name: weight.contiguous() for name, weight in zip(names, weights, strict=True)}
+    tensors = {name: weight.contiguous() for name, weight in zip(names, trained.weights, strict=True)}
     with job.workspace.shard(METRICS) as path:
         shutil.copyfile(scratch / METRICS, path)
     with job.workspace.shard(CONFIG) as path:
@@ -167,11 +169,12 @@ def build(job: Job) -> None:
     with job.workspace.shard(VALIDATION) as path:
         path.write_text(json.dumps({**metrics, "samples": len(held.places)}, indent=1))
     job.workspace.record(
-        rows=len(plan),
-        steps=len(plan),
+        rows=trained.steps,
+        steps=trained.steps,
+        weights_of_step=trained.best,
         samples=len(source.places),
         parameters=parameters,
-        tokens=int(sum(source.lengths[list(step.batches[0])].sum() for step in plan)),
+        tokens=int(sum(source.lengths[list(step.batches[0])].sum() for step in plan[: trained.steps])),
         estimated_acceptance_length=metrics["estimated_acceptance_length"],
         acc_0=metrics["acc_0"],
     )
