@@ -10,7 +10,7 @@ RUN := $(BIN)/torchspec run
 SMOKE_STORE := .torchspec/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stop smoke unit test lint real faults screenshot clean
+.PHONY: help setup demo stop smoke unit test lint real faults peers screenshot clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,10 @@ test: setup  ## everything: lint, every test, the smoke walk
 	@$(MAKE) --no-print-directory smoke
 	@$(MAKE) --no-print-directory real
 	@$(MAKE) --no-print-directory faults
+
+peers: setup  ## compare with other projects' drafters on identical weights (installs them into .torchspec/peers)
+	@$(BIN)/pip install -q --no-deps --upgrade --target .torchspec/peers -r requirements/peers.txt
+	@$(PYTEST) -q tests/peers
 
 screenshot: setup  ## picture of the newest run in the Prefect UI, into docs/images/ (needs chromium)
 	@$(BIN)/python -m scripts.screenshot_ui

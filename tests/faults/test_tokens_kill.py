@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import os
+import random
 import re
 import signal
 import subprocess
@@ -67,6 +69,11 @@ def _worker(pid: int) -> psutil.Process:
 
 def _alive(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+def _gone(family: list[psutil.Process]) -> None:
+    """Wait until a killed stage's processes have ended too."""
+    _until(lambda: not any(map(_alive, family)))
 
 
 @pytest.fixture
@@ -133,7 +140,7 @@ def test_killed_stage_continues_from_its_sealed_shards(root: Path) -> None:
     finally:
         stage.kill()
         stage.wait()
-    _until(lambda: not any(map(_alive, family)))
+    _gone(family)
     # A shard counts once it is in the journal; one that was only renamed when the kill came is written again.
     journal = (root / "out" / "shards.jsonl").read_text().rpartition("\n")[0]
     recorded = set(re.findall(r'"shard": ?"([^"]+)"', journal))
@@ -143,4 +150,32 @@ def test_killed_stage_continues_from_its_sealed_shards(root: Path) -> None:
     assert again.wait(timeout=90) == 0, (root / "log").read_text()[-2000:]
     after = {path.name: path.stat().st_mtime_ns for path in _sealed(root / "out")}
     assert {name: after[name] for name in kept} == kept
+    assert _bytes(root / "out") == _expected(root)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_kills_at_random_moments_lose_and_change_nothing(root: Path, seed: int) -> None:
+    """Three kill -9, each at a random moment, of the parent or of one of its processes; then a run left alone."""
+    numbers = random.Random(seed)
+    for _ in range(3):
+        stage = _start(root, 0.1)
+        try:
+            began, moment = time.monotonic(), numbers.uniform(0.0, 8.0)
+            while time.monotonic() - began < moment and stage.poll() is None:
+                time.sleep(0.02)
+            family = _family(stage.pid) if stage.poll() is None else []
+            victims = [process.pid for process in family if _alive(process)] if numbers.random() < 0.5 else []
+            victim = numbers.choice([stage.pid, *victims])
+            print(f"seed {seed}: kill -9 after {moment:.2f} s, {'the parent' if victim == stage.pid else 'a process'}")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(victim, signal.SIGKILL)
+            if victim != stage.pid:
+                # The stage may finish without that process or give up; it may not hang.
+                stage.wait(timeout=90)
+        finally:
+            stage.kill()
+            stage.wait()
+        _gone(family)
+    last = _start(root, 0.0)
+    assert last.wait(timeout=90) == 0, (root / "log").read_text()[-2000:]
     assert _bytes(root / "out") == _expected(root)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.test_eagle3_mla import drafter as latent_drafter
+from torchspec_core.drafters import ttt
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.ttt import DenseTTT, dense_ttt_mask
@@ -144,6 +145,24 @@ def test_batched_documents_equal_documents_alone(make: Make) -> None:
         numerator, count, start = numerator + alone.numerator, count + alone.count, start + length
     torch.testing.assert_close(result.numerator, numerator, atol=1e-12, rtol=1e-12)
     assert result.count.tolist() == count.tolist()
+
+
+@BOTH_ATTENTIONS
+@pytest.mark.parametrize("lengths", [[29], [21, 2, 17]])
+def test_tiles_of_long_documents_equal_the_dense_form(
+    lengths: list[int], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ttt, "_TILE_WIDTH", 8)
+    monkeypatch.setattr(ttt, "_TILE_ROWS", 4)
+    monkeypatch.setattr(ttt, "_TILE_STEP", 3)
+    model, (ids, aux, last, loss_mask) = make(), batch(lengths)
+    index = ttt_index(lengths, loss_mask, DEPTHS, row_multiple=4, width_multiple=2)
+    widths = [width for _, _, width in index.layout.tiles]
+    assert len(widths) > 2
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+    dense = gradients(model, ids, aux, last, index, mask=DenseTTT)
+    assert_same(gradients(model, ids, aux, last, index), dense)
 
 
 @BOTH_ATTENTIONS

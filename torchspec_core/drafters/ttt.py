@@ -7,8 +7,9 @@ drafting are the same code: anchors are a choice of `rows`.
 
 `DenseTTT` is the definition turned into a boolean matrix: the oracle. `GroupedTTT` lays documents side by side,
 multiplies once per KV head for all its query heads, and adds the few own-row keys as extra columns; no [rows x rows *
-depths] mask exists. (Torch's flash kernel for CPU was tried: at these lengths its bf16 backward alone took 20-70 ms
-where this form's products take 1.)
+depths] mask exists. Long documents are worked through in tiles of drafted rows, each with the keys that its last row
+sees and no more, which halves the work. (Torch's flash kernel for CPU was tried: at the lengths of chats its bf16
+backward alone took 20-70 ms where this form's products take 1.)
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+# Documents longer than `_TILE_WIDTH` are tiled: so many drafted rows, and keys rounded up to so many, that shapes stay
+# few and products large.
+_TILE_WIDTH, _TILE_ROWS, _TILE_STEP = 1024, 128, 256
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class TTTLayout:
         documents: number of documents.
         width: rows that the longest document has, or more (rounded up to keep shapes few).
         drafted: drafted rows of the document with the most, or more.
+        tiles: (first, last, width) for stretches of ranks: drafted rows first..last - 1 of every document see keys
+            0..width - 1 at most. Known on the host, as shapes depend on it (`plan_tiles`).
     """
 
     document: Tensor
@@ -42,6 +49,17 @@ class TTTLayout:
     documents: int
     width: int
     drafted: int
+    tiles: tuple[tuple[int, int, int], ...] = ()
+
+
+def plan_tiles(reach: Sequence[int], width: int) -> tuple[tuple[int, int, int], ...]:
+    """Tiles for drafted rows whose furthest key, over all documents, is `reach[rank]` (ascending); one if short."""
+    if width <= _TILE_WIDTH:
+        return ((0, len(reach), width),)
+    bounds = [(first, min(first + _TILE_ROWS, len(reach))) for first in range(0, len(reach), _TILE_ROWS)]
+    return tuple(
+        (first, last, min(-(-(reach[last - 1] + 1) // _TILE_STEP) * _TILE_STEP, width)) for first, last in bounds
+    )
 
 
 def ttt_visible(
@@ -111,6 +129,19 @@ class DenseTTT:
         return torch.einsum("hrk,khd->rhd", scores.softmax(dim=-1), v)
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Drafted rows `first`..`last` - 1 of every document, against keys 0..`width` - 1.
+
+    ahead: [documents, last - first, width] boolean, keys that lie ahead of the row.
+    """
+
+    first: int
+    last: int
+    width: int
+    ahead: Tensor
+
+
 class GroupedTTT:
     """The fast form: documents side by side, a KV head's queries in one product, own-row keys as extra columns."""
 
@@ -120,8 +151,11 @@ class GroupedTTT:
         self.query_slots = layout.document.index_select(0, layout.rows) * layout.drafted + layout.rank
         position = layout.position.new_zeros(self.documents * self.drafted)
         position[self.query_slots] = layout.position.index_select(0, layout.rows)
-        ahead = torch.arange(self.width, device=position.device) > position.unsqueeze(1)
-        self.ahead = ahead.view(self.documents, 1, 1, self.drafted, self.width)
+        position = position.view(self.documents, self.drafted, 1)
+        self.tiles = [
+            Tile(first, last, width, torch.arange(width, device=position.device) > position[:, first:last])
+            for first, last, width in layout.tiles or ((0, self.drafted, self.width),)
+        ]
 
     def context(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """[documents * kv_heads, width, d]: zeros where a document has no row (always masked)."""
@@ -146,9 +180,23 @@ class GroupedTTT:
         x = x.view(self.documents, kv_heads, -1, self.drafted, x.shape[2]).permute(0, 3, 1, 2, 4)
         return x.reshape(self.documents * self.drafted, -1, x.shape[4]).index_select(0, self.query_slots)
 
-    def hide_ahead(self, scores: Tensor, kv_heads: int) -> None:
+    def cut(self, x: Tensor, tile: Tile) -> Tensor:
+        """The rows of a tile, [documents * kv_heads, group * (last - first), d], out of folded x."""
+        if tile.last - tile.first == self.drafted:
+            return x
+        return x.unflatten(1, (-1, self.drafted))[:, :, tile.first : tile.last].flatten(1, 2)
+
+    def join(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `cut` over all tiles."""
+        if len(parts) == 1:
+            return parts[0]
+        rows = [part.unflatten(1, (-1, tile.last - tile.first)) for part, tile in zip(parts, self.tiles, strict=True)]
+        return torch.cat(rows, dim=2).flatten(1, 2)
+
+    def hide_ahead(self, scores: Tensor, tile: Tile, kv_heads: int) -> None:
         """Put -inf where a key lies ahead of the row."""
-        scores.view(self.documents, kv_heads, -1, self.drafted, self.width).masked_fill_(self.ahead, float("-inf"))
+        grid = scores.view(self.documents, kv_heads, -1, *tile.ahead.shape[1:])
+        grid.masked_fill_(tile.ahead.unsqueeze(1).unsqueeze(1), float("-inf"))
 
     def _context(self, x: Tensor) -> Tensor:
         x = x.to(_precise(x))
@@ -173,45 +221,61 @@ class _GroupedAttention(torch.autograd.Function):
         kv_heads = k0.shape[0] // form.documents
         split = (rows, kv_heads, heads // kv_heads, -1)
         folded = form.fold(q, kv_heads).mul_(scale)
-        scores = torch.bmm(folded, k0.transpose(1, 2))
-        form.hide_ahead(scores, kv_heads)
+        columns = folded.new_empty(*folded.shape[:2], 0)
         if own:
-            columns = [(q.view(split) * k.unsqueeze(2)).sum(dim=-1).view(rows, heads) for k in own[::2]]
-            scores = torch.cat((scores, form.fold(torch.stack(columns, dim=-1), kv_heads).mul_(scale)), dim=-1)
-        weights = torch.softmax(scores, dim=-1)
-        out = form.unfold(torch.bmm(weights[..., : form.width], v0), kv_heads)
+            scores = [(q.view(split) * k.unsqueeze(2)).sum(dim=-1).view(rows, heads) for k in own[::2]]
+            columns = form.fold(torch.stack(scores, dim=-1), kv_heads).mul_(scale)
+        weights, outs, shares = [], [], []
+        for tile in form.tiles:
+            part = torch.bmm(form.cut(folded, tile), k0[:, : tile.width].transpose(1, 2))
+            form.hide_ahead(part, tile, kv_heads)
+            part = torch.softmax(torch.cat((part, form.cut(columns, tile)), dim=-1) if own else part, dim=-1)
+            weights.append(part)
+            outs.append(torch.bmm(part[..., : tile.width], v0[:, : tile.width]))
+            shares.append(part[..., tile.width :])
+        out = form.unfold(form.join(outs), kv_heads)
         if own:
-            shares = form.unfold(weights[..., form.width :].contiguous(), kv_heads)
+            share = form.unfold(form.join(shares).contiguous(), kv_heads)
             for depth, v in enumerate(own[1::2]):
-                out.view(split).addcmul_(shares[..., depth].reshape(split), v.unsqueeze(2))
-        ctx.form, ctx.scale = form, scale
-        ctx.save_for_backward(q, folded, weights, k0, v0, *own)
+                out.view(split).addcmul_(share[..., depth].reshape(split), v.unsqueeze(2))
+        ctx.form, ctx.scale, ctx.depths = form, scale, len(own)
+        ctx.save_for_backward(q, folded, k0, v0, *own, *weights)
         return out.to(q.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         form: GroupedTTT = ctx.form
-        q, folded, weights, k0, v0, *own = ctx.saved_tensors
+        q, folded, k0, v0, *rest = ctx.saved_tensors
+        own, weights = rest[: ctx.depths], rest[ctx.depths :]
         rows, heads, _ = q.shape
         kv_heads = k0.shape[0] // form.documents
         split = (rows, kv_heads, heads // kv_heads, -1)
         grad = grad.contiguous()
         grad_folded = form.fold(grad, kv_heads)
-        grad_weights = torch.bmm(grad_folded, v0.transpose(1, 2))
+        columns = grad_folded.new_empty(*grad_folded.shape[:2], 0)
         if own:
-            columns = [(grad.view(split) * v.unsqueeze(2)).sum(dim=-1).view(rows, heads) for v in own[1::2]]
-            grad_weights = torch.cat((grad_weights, form.fold(torch.stack(columns, dim=-1), kv_heads)), dim=-1)
-        grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-        context = grad_scores[..., : form.width]
-        grad_q = form.unfold(torch.bmm(context, k0), kv_heads)
-        grad_k0 = torch.bmm(context.transpose(1, 2), folded)
-        grad_v0 = torch.bmm(weights[..., : form.width].transpose(1, 2), grad_folded)
+            parts = [(grad.view(split) * v.unsqueeze(2)).sum(dim=-1).view(rows, heads) for v in own[1::2]]
+            columns = form.fold(torch.stack(parts, dim=-1), kv_heads)
+        grad_k0, grad_v0 = torch.zeros_like(k0), torch.zeros_like(v0)
+        grad_qs, slopes, shares = [], [], []
+        for tile, part in zip(form.tiles, weights, strict=True):
+            asked, wanted = form.cut(folded, tile), form.cut(grad_folded, tile)
+            grad_part = torch.bmm(wanted, v0[:, : tile.width].transpose(1, 2))
+            if own:
+                grad_part = torch.cat((grad_part, form.cut(columns, tile)), dim=-1)
+            grad_part = torch._softmax_backward_data(grad_part, part, -1, part.dtype)
+            context = grad_part[..., : tile.width]
+            grad_qs.append(torch.bmm(context, k0[:, : tile.width]))
+            grad_k0[:, : tile.width].baddbmm_(context.transpose(1, 2), asked)
+            grad_v0[:, : tile.width].baddbmm_(part[..., : tile.width].transpose(1, 2), wanted)
+            slopes.append(grad_part[..., tile.width :])
+            shares.append(part[..., tile.width :])
+        grad_q = form.unfold(form.join(grad_qs), kv_heads)
         grad_own: list[Tensor] = []
         if own:
-            slopes = form.unfold(grad_scores[..., form.width :].contiguous(), kv_heads)
-            shares = form.unfold(weights[..., form.width :].contiguous(), kv_heads)
+            slope_of, share_of = (form.unfold(form.join(x).contiguous(), kv_heads) for x in (slopes, shares))
             for depth, k in enumerate(own[::2]):
-                slope, share = slopes[..., depth].reshape(split), shares[..., depth].reshape(split)
+                slope, share = slope_of[..., depth].reshape(split), share_of[..., depth].reshape(split)
                 grad_q.view(split).addcmul_(slope, k.unsqueeze(2))
                 grad_k = (slope * q.view(split)).sum(dim=2).mul_(ctx.scale)
                 grad_own += [grad_k.to(q.dtype), (share * grad.view(split)).sum(dim=2).to(q.dtype)]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchspec_core.drafters.ttt import TTTLayout
+from torchspec_core.drafters.ttt import TTTLayout, plan_tiles
 from torchspec_core.objectives.alignment import MaskAlignment, teacher_weight
 
 
@@ -89,14 +89,18 @@ def ttt_index(
         base = np.arange(total) if depth == 0 else rows
         inside = position[base] + 1 + depth < length[document[base]]
         following.append(torch.from_numpy(np.where(inside, base + 1 + depth, -1)))
+    width, drafted = (_round_up(int(size), width_multiple) for size in (length.max(), counts.max()))
+    reach = np.zeros(drafted, dtype=np.int64)
+    np.maximum.at(reach, rank, position[rows])
     layout = TTTLayout(
         document=torch.from_numpy(document),
         position=torch.from_numpy(position),
         rows=torch.from_numpy(rows),
         rank=torch.from_numpy(rank),
         documents=len(length),
-        width=_round_up(int(length.max()), width_multiple),
-        drafted=_round_up(int(counts.max()), width_multiple),
+        width=width,
+        drafted=drafted,
+        tiles=plan_tiles(np.maximum.accumulate(reach).tolist(), width),
     )
     return TTTIndex(
         layout=layout,
