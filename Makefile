@@ -10,7 +10,7 @@ RUN := $(BIN)/torchspec run
 SMOKE_STORE := .torchspec/smoke
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo stop smoke unit test lint real faults peers screenshot clean
+.PHONY: help setup demo stop smoke unit test lint real faults quality peers screenshot clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ test: setup  ## everything: lint, every test, the smoke walk
 	@$(MAKE) --no-print-directory smoke
 	@$(MAKE) --no-print-directory real
 	@$(MAKE) --no-print-directory faults
+
+quality: setup  ## train every kind of drafter on real answers and print its margin over trivial drafters (over an hour)
+	@$(PYTEST) -q -s tests/quality
 
 peers: setup  ## compare with other projects' drafters on identical weights (installs them into .torchspec/peers)
 	@$(BIN)/pip install -q --no-deps --upgrade --target .torchspec/peers -r requirements/peers.txt

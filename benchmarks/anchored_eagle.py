@@ -7,7 +7,8 @@ Anchored: 512 rows draft, in the form that training uses. The dense side is the 
 kernel over the causal part, no mask and no score matrix, and the few own-row keys merged into its softmax by their
 log-sum-exp, forward and backward (`merged_attention`). Both get the projected queries, keys and values; the runs
 alternate. Anchors are a stretch of the sample that starts at random in each epoch, and a late one costs more than an
-early one: each dense run stands beside the mean of four anchored ones, epochs 0 to 3. Memory is the process's resident peak above what it held before, without the gradients of earlier runs.
+early one: each dense run stands beside the mean of four anchored ones, epochs 0 to 3. Memory is the process's resident
+peak above what it held before, without the gradients of earlier runs.
 """
 
 from __future__ import annotations

@@ -132,10 +132,16 @@ def _check_block(recipe: Recipe) -> None:
 def _check_forms(drafter: DrafterSection) -> None:
     """Rules between the drafter's attention, its sizes and its norms."""
     kind = KINDS[drafter.kind]
-    named = [name for name in ("norm_before_residual", "norm_before_fc", "norm_output") if getattr(drafter, name)]
+    forms = {name: getattr(drafter, name) for name in ("norm_before_residual", "norm_before_fc", "norm_output")}
+    forms |= {"head": drafter.head != "own", "head_rank": drafter.head_rank is not None}
+    named = [name for name, asked in forms.items() if asked]
     _refuse(
         bool(named) and kind.blocks,
         f"drafter.{(named or [''])[0]} is for drafter.kind eagle3, not for {drafter.kind}: leave it out",
+    )
+    _refuse(
+        (drafter.head == "low_rank") != (drafter.head_rank is not None),
+        "drafter.head_rank is for drafter.head=low_rank, which needs it: set both or none",
     )
     if drafter.attention != "mla":
         return

@@ -7,7 +7,17 @@ that it is right sometimes. One child process starts vLLM twice (without and wit
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,6 +37,7 @@ from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.evaluation.statistics import acceptance, engine_steps
 from torchspec_core.evaluation.vllm import ServingRequest, ServingResult, measure_in_child
 from torchspec_core.export.checkpoint import export_eagle3, load_drafter
+from torchspec_core.report.document import serve_command
 from torchspec_core.targets.facts import aux_layers, read_facts
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -214,6 +225,55 @@ def test_vllms_counters_are_our_steps_slot_by_slot(case: Case) -> None:
     # The comparison means something: every slot accepts some drafts and refuses some.
     assert counters.drafts > by_slot[0] > by_slot[1] > by_slot[2] > 0
     assert counters.acceptance_length > 1.2
+
+
+def test_the_printed_command_serves_the_same_greedy_text(case: Case) -> None:
+    """vLLM's OpenAI server with its defaults (prefix cache, chunked prefill), started as the report says."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    printed = serve_command(str(case.folder / "target"), str(case.folder / "export"), K, "float32", "eagle3")
+    command = shlex.split(printed.replace("--port 8000", f"--port {port}").replace("\\\n", " "))
+    command = [sys.executable, *command[1:], "--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "32"]
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    address = f"http://127.0.0.1:{port}"
+    with (case.folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 300
+        while not _answers(f"{address}/health"):
+            assert server.poll() is None, (case.folder / "server.log").read_text()[-2000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        body = {
+            "model": str(case.folder / "target"),
+            "prompt": case.prompts,
+            "temperature": 0,
+            "max_tokens": NEW,
+            "return_token_ids": True,
+        }
+        request = urllib.request.Request(
+            f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as reply:
+            choices = json.load(reply)["choices"]
+        with urllib.request.urlopen(f"{address}/metrics", timeout=10) as reply:
+            counters = dict(re.findall(r"^vllm:spec_decode_num_(\w+)_total\{.*\} (\S+)$", reply.read().decode(), re.M))
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+    texts = [choice["token_ids"] for choice in sorted(choices, key=lambda choice: choice["index"])]
+    assert texts == case.served.plain
+    assert 0 < float(counters["accepted_tokens"]) < float(counters["draft_tokens"])
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 def test_layer_ids_off_by_one_are_accepted_less(case: Case) -> None:

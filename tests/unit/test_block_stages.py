@@ -22,6 +22,7 @@ from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation import acceptance
 from torchspec_core.export import checkpoint
+from torchspec_core.export.checkpoint import load_drafter
 from torchspec_core.export.dflash import load_blocks
 from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.dflash import BlockTeacher, block_loss
@@ -214,6 +215,35 @@ def test_multi_latent_blocks_walk_the_stages(kind: str, inputs: dict[str, Path],
     numbers = json.loads((folders["evaluation"] / "evaluation.json").read_text())
     slots = [numbers[f"heldout.greedy.slot_{slot}"] for slot in range(1, K + 1)]
     assert numbers["heldout.greedy.acceptance_length"] == pytest.approx(1 + sum(slots))
+
+
+@pytest.mark.parametrize(("head", "rank"), [("target", None), ("low_rank", 12)])
+def test_eagle3_heads_are_trained_as_asked_and_exported_whole(
+    head: str, rank: int | None, inputs: dict[str, Path], tmp_path: Path
+) -> None:
+    facts = read_facts(inputs["target"])
+    values = recipe("eagle3", facts.vocab_size)
+    values["drafter"] |= {"head": head, "head_rank": rank, "init": "target"}
+    folders = {**inputs, **{name: tmp_path / name for name in ("drafter", "export")}}
+    for body, name, needs in (
+        (stage, "drafter", ("target", "tokens", "vocabulary", "states")),
+        (checkpoint, "export", ("target", "vocabulary", "drafter")),
+    ):
+        body.build(local_job(folders[name], {need: folders[need] for need in needs}, values, values))
+    steps = [json.loads(line) for line in (folders["drafter"] / "metrics.jsonl").open()]
+    assert steps[-1]["loss"] < steps[0]["loss"]
+    trained = load_file(folders["drafter"] / "drafter.safetensors")
+    drafter, _, _ = load_drafter(folders["export"], "float32", facts)
+    rows = load_head(inputs["target"], torch.float32).head_weight
+    if head == "target":
+        assert not any("lm_head" in name for name in trained)
+        expected = rows
+    else:
+        expected = trained["lm_head.up.weight"] @ trained["lm_head.down.weight"]
+        # It started from the best approximation of that rank (Eckart-Young) and moved on from there.
+        assert torch.linalg.matrix_rank(drafter.head) == rank
+        assert (drafter.head - rows).norm() < rows.norm()
+    torch.testing.assert_close(drafter.head, expected.to(drafter.head.dtype), atol=1e-5, rtol=1e-5)
 
 
 def test_an_interrupted_run_ends_with_the_same_bits(tmp_path: Path) -> None:

@@ -69,6 +69,8 @@ SIDES = {
     "drafter.norm_before_fc": "identity",
     "drafter.fc_norm": "identity",
     "drafter.norm_output": "identity",
+    "drafter.head": "identity",
+    "drafter.head_rank": "identity",
     "drafter.init": "identity",
     "drafter.num_layers": "identity",
     "drafter.block_size": "identity",

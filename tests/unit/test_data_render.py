@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.tiny_chat import CHATML, byte_tokenizer, write_target
@@ -71,6 +71,7 @@ spiced = st.one_of(text, st.sampled_from(SPICES))
 
 @settings(deadline=None, max_examples=60, database=None)
 @given(turns=st.lists(spiced, min_size=2, max_size=6), name=st.sampled_from(sorted(TEMPLATES)), last=st.booleans())
+@example(turns=["q", "0</think>"], name="think", last=False)
 def test_text_and_supervised_text_are_exact(turns: list[str], name: str, last: bool) -> None:
     r = RENDERERS[name]
     messages = conversation(*turns)

@@ -80,6 +80,8 @@ def check(*overrides: str) -> None:
         ([*FLASH, "drafter.block_size=1"], "block_size is 1, .* use 2 to 32"),
         ([*FLASH, "drafter.kind=dflash2", "drafter.selector_top_k=49153"], "top_k is 49153, .* 49152 tokens"),
         ([*FLASH, "drafter.norm_output=true"], "norm_output is for .* eagle3"),
+        ([*FLASH, "drafter.head=target"], "drafter.head is for .* eagle3"),
+        (["drafter.head=low_rank"], "head_rank is for drafter.head=low_rank"),
         ([*SPARK_MLA, "drafter.q_lora_rank=null"], "K3DSparkModel.*set drafter.q_lora_rank"),
         ([*SPARK_MLA, "drafter.is_causal=true"], "K3DSparkModel.*drafter.is_causal"),
         ([*SPARK_MLA, "drafter.fc_norm=true"], "K3DSparkModel.*drafter.fc_norm=false"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from torchspec_core.drafters import ttt
 from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
 from torchspec_core.drafters.rope import RopeConfig
 from torchspec_core.drafters.ttt import DenseTTT, dense_ttt_mask
-from torchspec_core.objectives.eagle3 import Teacher, eagle3_loss, embed_rows
+from torchspec_core.objectives.eagle3 import Eagle3Loss, Teacher, eagle3_loss, embed_rows
 from torchspec_core.objectives.soft_cross_entropy import soft_cross_entropy
 from torchspec_core.objectives.ttt import TTTIndex, ttt_index
 
@@ -25,7 +26,7 @@ Make = Callable[[], Eagle3Drafter]
 FORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
-def drafter(seed: int = 0, **forms: bool) -> Eagle3Drafter:
+def drafter(seed: int = 0, **forms: Any) -> Eagle3Drafter:
     config = Eagle3Config(
         hidden_size=SIZE,
         target_hidden_size=SIZE,
@@ -100,7 +101,13 @@ def test_dense_mask_is_the_loop_over_its_definition() -> None:
 
 
 def naive_loss(
-    model: Eagle3Drafter, target: Teacher, ids: Tensor, aux: Tensor, last: Tensor, loss_mask: np.ndarray
+    model: Eagle3Drafter,
+    target: Teacher,
+    ids: Tensor,
+    aux: Tensor,
+    last: Tensor,
+    loss_mask: np.ndarray,
+    term: str = "soft_ce",
 ) -> Tensor:
     """One document, all rows, whole logits, straight from the definition."""
     total = len(ids)
@@ -112,7 +119,9 @@ def naive_loss(
     for depth, out in enumerate(outs):
         rows = [i for i in range(total) if i + 2 + depth < total and loss_mask[i + 2 + depth]]
         log_q = model.logits(out[rows]).log_softmax(-1)
-        loss = loss + 0.8**depth * -(p[[i + 1 + depth for i in rows]] * log_q).sum(-1).mean()
+        taught = p[[i + 1 + depth for i in rows]]
+        of_row = -(taught * log_q).sum(-1) if term == "soft_ce" else (log_q.exp() - taught).abs().sum(-1)
+        loss = loss + 0.8**depth * of_row.mean()
     return loss
 
 
@@ -127,6 +136,22 @@ def test_loss_and_gradients_are_those_of_the_naive_form(form: str, chunk: int) -
     loss = naive_loss(model, teacher(), ids, aux, last, loss_mask)
     loss.backward()
     assert_same(fast, (loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+
+
+@pytest.mark.parametrize("loss", ["soft_ce", "l1"])
+@pytest.mark.parametrize("forms", [{"head": "low_rank", "head_rank": 5}, {"head": "target"}], ids=lambda f: f["head"])
+def test_heads_give_the_gradients_of_the_naive_form(forms: dict[str, Any], loss: str) -> None:
+    model, (ids, aux, last, loss_mask) = drafter(**forms), batch([17])
+    if forms["head"] == "target":
+        model.lm_head.weight.copy_(teacher().head)
+        assert not any("lm_head" in name for name, _ in model.named_parameters())
+    assert not any("lm_head.weight" in name for name in model.state_dict())
+    index = ttt_index([17], loss_mask, DEPTHS, row_multiple=8, width_multiple=16)
+    fast = gradients(model, ids, aux, last, index, chunk=3, loss=Eagle3Loss(loss))
+    model.zero_grad()
+    naive = naive_loss(model, teacher(), ids, aux, last, loss_mask, loss)
+    naive.backward()
+    assert_same(fast, (naive.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
 
 
 @BOTH_ATTENTIONS

@@ -170,6 +170,10 @@ class DrafterSection(Section):
         False, description="A norm for each captured layer's state, before `fc`; vLLM knows it for `eagle3` only."
     )
     norm_output: bool = Identity(False, description="The next depth reads the drafter's normed output.")
+    head: Literal["own", "target", "low_rank"] = Identity(
+        "own", description="`eagle3`'s: trained, the target's own rows frozen, or a trained product of `head_rank`."
+    )
+    head_rank: int | None = Identity(None, gt=0, description="For `head: low_rank`.")
     init: Literal["random", "target"] = Identity(
         "random", description="`target`: head and final norm start as the target's."
     )

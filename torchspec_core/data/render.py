@@ -240,8 +240,10 @@ class Renderer:
         thought = _thought(message)
         if thought and thought not in opening:
             self._refuse(index, _NO_REASONING, _KEEP_OR_DROP)
-        empty = None if thought else _EMPTY_BLOCK.match(opening)
-        return start + (empty.end() if empty else 0), at + len(shown)
+        # An empty block that stands before the turn's own thought, too, is the template's.
+        empty = _EMPTY_BLOCK.match(opening)
+        added = empty.end() if empty and thought in opening[empty.end() :] else 0
+        return start + added, at + len(shown)
 
     def _end_of_calls(self, full: str, messages: Sequence[Message], tools: Tools, index: int, place: int) -> int:
         """Where a turn that calls tools ends: its end-of-turn token, before the next message's content."""

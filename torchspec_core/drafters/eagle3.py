@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ class Eagle3Config:
         norm_before_fc: one norm over all aux states together, before `fc`.
         fc_norm: a norm for each aux state, before `fc`.
         norm_output: the next depth reads the normed output instead of the raw one.
+        head: `own` is trained; `target` is the target's rows of the draft vocabulary, frozen and not a parameter;
+            `low_rank` is a trained product of [V_d, head_rank] and [head_rank, H]. A checkpoint holds a whole head.
+        head_rank: of `low_rank`.
     """
 
     hidden_size: int
@@ -58,6 +61,8 @@ class Eagle3Config:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    head: Literal["own", "target", "low_rank"] = "own"
+    head_rank: int | None = None
 
     def __post_init__(self) -> None:
         if len(set(self.aux_layers)) != len(self.aux_layers) or not self.aux_layers:
@@ -71,6 +76,17 @@ class Eagle3Config:
         if self.draft_vocab_size > self.vocab_size:
             raise UserError(
                 f"drafter.draft_vocab_size {self.draft_vocab_size} is above the target's vocabulary, {self.vocab_size}"
+            )
+        if (self.head == "low_rank") != (self.head_rank is not None):
+            raise UserError("drafter.head_rank is for drafter.head=low_rank, which needs it: set both or none")
+        if self.head_rank is not None and not 0 < self.head_rank < self.hidden_size:
+            raise UserError(
+                f"drafter.head_rank {self.head_rank} must be below the drafter's width, 1 to {self.hidden_size - 1}"
+            )
+        if self.head == "target" and self.hidden_size != self.target_hidden_size:
+            raise UserError(
+                f"drafter.head=target reads states of the target's width {self.target_hidden_size}, but the drafter is "
+                f"{self.hidden_size} wide: use own or low_rank"
             )
         if self.mla is not None:
             check_mla_rope(self.rope)
@@ -87,7 +103,8 @@ class Eagle3Config:
     def to_json(self) -> dict[str, Any]:
         """The configuration as JSON types; forms that are switched off are left out."""
         values = {**asdict(self), "aux_layers": list(self.aux_layers), "rope": self.rope.to_json()}
-        return {name: value for name, value in values.items() if value or name not in _FORMS}
+        off = (None, False, "own")
+        return {name: value for name, value in values.items() if name not in _FORMS or value not in off}
 
     @staticmethod
     def from_json(values: dict[str, Any]) -> Eagle3Config:
@@ -103,7 +120,31 @@ class Eagle3Config:
         )
 
 
-_FORMS = ("mla", "norm_before_fc", "fc_norm", "norm_output")
+_FORMS = ("mla", "norm_before_fc", "fc_norm", "norm_output", "head", "head_rank")
+
+
+class FrozenHead(nn.Module):
+    """The target's head rows of the draft vocabulary, `weight` [V_d, H]: read, never trained nor stored."""
+
+    weight: Tensor
+
+    def __init__(self, size: int, vocabulary: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.zeros(vocabulary, size), persistent=False)
+
+
+class LowRankHead(nn.Module):
+    """`up` [V_d, rank] times `down` [rank, H]."""
+
+    def __init__(self, size: int, rank: int, vocabulary: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(size, rank, bias=False)
+        self.up = nn.Linear(rank, vocabulary, bias=False)
+
+    @staticmethod
+    def whole(up: Tensor, down: Tensor) -> Tensor:
+        """[V_d, H] in fp32, as a checkpoint holds it."""
+        return up.float() @ down.float()
 
 
 class Eagle3Layer(nn.Module):
@@ -150,7 +191,15 @@ class Eagle3Drafter(nn.Module):
         self.fc = nn.Linear(aux_size, config.hidden_size, bias=False)
         self.midlayer = Eagle3Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        size, vocabulary = config.hidden_size, config.draft_vocab_size
+        self.lm_head: nn.Linear | FrozenHead | LowRankHead
+        if config.head == "own":
+            self.lm_head = nn.Linear(size, vocabulary, bias=False)
+        elif config.head == "target":
+            self.lm_head = FrozenHead(size, vocabulary)
+        else:
+            assert config.head_rank is not None
+            self.lm_head = LowRankHead(size, config.head_rank, vocabulary)
 
     def combine(self, aux: Tensor) -> Tensor:
         """Target states of the aux layers, concatenated [..., A * H_t], to g [..., H]."""
@@ -164,9 +213,19 @@ class Eagle3Drafter(nn.Module):
         """Layer output [..., H] as the next depth's hidden state."""
         return self.norm(out) if self.config.norm_output else out
 
+    def read(self, out: Tensor) -> Tensor:
+        """Layer output [..., H] to what `head` multiplies: normed [..., H], or [..., head_rank] of a low-rank head."""
+        normed = self.norm(out)
+        return self.lm_head.down(normed) if isinstance(self.lm_head, LowRankHead) else normed
+
+    @property
+    def head(self) -> Tensor:
+        """[V_d, H], or [V_d, head_rank] of a low-rank head."""
+        return self.lm_head.up.weight if isinstance(self.lm_head, LowRankHead) else self.lm_head.weight
+
     def logits(self, out: Tensor) -> Tensor:
         """Layer output [..., H] to draft logits [..., V_d]."""
-        return self.lm_head(self.norm(out))
+        return nn.functional.linear(self.read(out), self.head)
 
     def rollout(
         self, aux: Tensor, embeds: Sequence[Tensor], layout: TTTLayout, mask: MaskForm = GroupedTTT

@@ -20,14 +20,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter
+from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, LowRankHead
 from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.drafters.rope_config import hub_rope
 from torchspec_core.errors import UserError
 from torchspec_core.export.card import model_card
 from torchspec_core.kinds import KINDS, kind_of_drafter
 from torchspec_core.stages.job import Job
-from torchspec_core.targets.engine import DTYPES
+from torchspec_core.targets.engine import DTYPES, load_head
 from torchspec_core.targets.facts import TargetFacts, read_facts, read_json, vllm_layer_id
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -117,6 +117,14 @@ def eagle3_checkpoint(drafter_folder: Path, target_folder: Path, vocabulary_fold
     tensors = named_tensors(
         lambda: Eagle3Drafter(config), read_tensors(drafter_folder / "drafter.safetensors"), drafter_folder
     )
+    if config.head == "low_rank":
+        tensors["lm_head.weight"] = LowRankHead.whole(
+            tensors.pop("lm_head.up.weight"), tensors.pop("lm_head.down.weight")
+        )
+    elif config.head == "target":
+        rows = load_head(target_folder, torch.float32).head_weight
+        pruned = config.draft_vocab_size < config.vocab_size
+        tensors["lm_head.weight"] = rows[_vocabulary(vocabulary_folder, config)[1]] if pruned else rows
     out = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     coverage: dict[str, Any] = {}
     if config.draft_vocab_size < config.vocab_size:

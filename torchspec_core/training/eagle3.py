@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_weights
+from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, FrozenHead, LowRankHead, init_weights
 from torchspec_core.objectives.alignment import MaskAlignment
 from torchspec_core.objectives.anchors import Anchors
 from torchspec_core.objectives.eagle3 import Eagle3Loss, Teacher, eagle3_loss
@@ -50,6 +50,8 @@ def drafter_config(settings: Mapping[str, Any], facts: TargetFacts, aux_layers: 
         norm_before_fc=settings["norm_before_fc"],
         fc_norm=settings["fc_norm"],
         norm_output=settings["norm_output"],
+        head=settings["head"],
+        head_rank=settings["head_rank"],
     )
 
 
@@ -67,12 +69,25 @@ def anchor_settings(training: Mapping[str, Any], seed: int) -> Anchors | None:
 
 
 def new_drafter(config: Eagle3Config, init: str, seed: int, head: TargetHead, kept: Tensor) -> Eagle3Drafter:
-    """An untrained fp32 drafter; `init="target"` copies the target's head rows and final norm."""
+    """An untrained fp32 drafter.
+
+    `init="target"` starts from the target's final norm and head rows; of a low-rank head, from their best
+    approximation of that rank. A `target` head is the target's whatever `init` says.
+    """
     drafter = Eagle3Drafter(config)
     init_weights(drafter, seed)
-    if init == "target":
-        with torch.no_grad():
-            drafter.lm_head.weight.copy_(head.head_weight[kept])
+    rows = head.head_weight[kept]
+    with torch.no_grad():
+        if isinstance(drafter.lm_head, FrozenHead):
+            drafter.lm_head.weight.copy_(rows)
+        elif init == "target" and isinstance(drafter.lm_head, LowRankHead):
+            left, values, right = torch.linalg.svd(rows.float(), full_matrices=False)
+            rank, root = drafter.lm_head.down.out_features, values.sqrt()
+            drafter.lm_head.up.weight.copy_(left[:, :rank] * root[:rank])
+            drafter.lm_head.down.weight.copy_(root[:rank, None] * right[:rank])
+        elif init == "target" and isinstance(drafter.lm_head, nn.Linear):
+            drafter.lm_head.weight.copy_(rows)
+        if init == "target":
             drafter.norm.weight.copy_(head.norm_weight)
     return drafter
 
