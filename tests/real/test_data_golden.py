@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -31,6 +33,21 @@ TOOL = [
 THINKING_TOOL = [
     TOOL[0], TOOL[1]._replace(reasoning="I call it."), TOOL[2], TOOL[3]._replace(reasoning="09:00 is 9."),
 ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def demos() -> None:
+    """The source archive with the demos, downloaded once."""
+    if (SDIST_FOLDER / f"{SDIST}.tar.gz").is_file():
+        return
+    got = subprocess.run(
+        [sys.executable, "-m", *shlex.split(SDIST_COMMAND)],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    if got.returncode:
+        pytest.skip(f"{SDIST_COMMAND} failed: {got.stderr[-200:]}")
 
 
 def npm_renderer(name: str) -> Renderer:
@@ -152,9 +169,7 @@ def test_golden_deepseek_v3() -> None:
     [("alpaca_en", 999, 999), ("alpaca_zh", 1000, 1000), ("glaive_en", 300, 300), ("glaive_zh", 300, 298),
      ("tool_reasoning", 50, 50)],
 )  # fmt: skip
-def test_counts_of_the_demos(name: str, rows: int, usable: int) -> None:
-    if not (SDIST_FOLDER / f"{SDIST}.tar.gz").is_file():
-        pytest.skip(f"the demos are not here: {SDIST_COMMAND}")
+def test_counts_of_the_demos(name: str, rows: int, usable: int, demos: None) -> None:
     items = list(read_conversations(name))
     assert len(items) == rows
     # two of the Chinese rows have a result that no call asked for
@@ -166,9 +181,7 @@ def test_counts_of_the_demos(name: str, rows: int, usable: int) -> None:
         assert any(m.tool_calls for c in items if isinstance(c, Conversation) for m in c.messages)
 
 
-def test_every_tool_row_renders_on_qwen3() -> None:
-    if not (SDIST_FOLDER / f"{SDIST}.tar.gz").is_file():
-        pytest.skip(f"the demos are not here: {SDIST_COMMAND}")
+def test_every_tool_row_renders_on_qwen3(demos: None) -> None:
     r = npm_renderer("qwen3")
     for name, rows in (("glaive_en", 300), ("tool_reasoning", 50)):
         done = 0

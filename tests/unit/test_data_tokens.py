@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from distributed import LocalCluster
 
 from tests.tiny_chat import END_OF_TURN, VOCAB_SIZE, byte_tokenizer, chat, write_jsonl, write_target
 from torchspec_core.data import tokens, vocabulary
@@ -23,7 +24,14 @@ def answer(name: str, prompt: list[int], reply: list[int]) -> dict[str, Any]:
     return {"sample_id": name, "prompt_ids": prompt, "answer_ids": reply, "finish": "stop", "source": "s"}
 
 
-def make_job(tmp_path: Path, answers: list[object], name: str = "tokens", workers: int = 0, **data: Any) -> Job:
+def make_job(
+    tmp_path: Path,
+    answers: list[object],
+    name: str = "tokens",
+    workers: int = 0,
+    scheduler: str | None = None,
+    **data: Any,
+) -> Job:
     half = len(answers) // 2
     write_jsonl(tmp_path / "answers" / "answers-00000.jsonl", answers[:half])
     write_jsonl(tmp_path / "answers" / "answers-00001.jsonl", answers[half:])
@@ -33,7 +41,7 @@ def make_job(tmp_path: Path, answers: list[object], name: str = "tokens", worker
     params = {"conversations": [], "max_length": 12, "min_supervised": 2, "supervise": "all", "shard_rows": 4}
     inputs = {name: tmp_path / name for name in ("target", "answers", "prompts")}
     write_target(inputs["target"])
-    runtime = {"max_rejected": 0.5, "workers": workers, "scheduler": None}
+    runtime = {"max_rejected": 0.5, "workers": workers, "scheduler": scheduler}
     return local_job(tmp_path / name, inputs, {"data": {**params, **data}}, {"data": runtime})
 
 
@@ -145,6 +153,16 @@ def test_any_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     tokens.build(two)
     assert outputs(one.workspace.path) == outputs(two.workspace.path)
     assert len([name for name in outputs(one.workspace.path) if name.startswith("tokens-")]) == 17
+
+
+def test_a_cluster_that_is_already_up_writes_the_same_bytes(tmp_path: Path) -> None:
+    rows: list[object] = [answer(f"a{i}", [5, 6], list(range(7, 10 + i % 9))) for i in range(20)]
+    here = make_job(tmp_path, rows, "here")
+    tokens.build(here)
+    with LocalCluster(n_workers=1, processes=True, host="127.0.0.1", dashboard_address=None) as cluster:
+        there = make_job(tmp_path, rows, "there", scheduler=cluster.scheduler_address)
+        tokens.build(there)
+    assert outputs(here.workspace.path) == outputs(there.workspace.path)
 
 
 def test_golden_bytes_of_the_stages(tmp_path: Path) -> None:
