@@ -44,8 +44,8 @@ def qwen(attention: str, **more: Any) -> Qwen3Config:
 
 
 def load(model: nn.Module, weights: dict[str, Tensor], may_miss: tuple[str, ...] = ()) -> nn.Module:
-    """Strict but for names that the project fills from elsewhere."""
-    missing, unexpected = model.load_state_dict(weights, strict=False)
+    """In fp32, some make their norms in bf16; strict but for names that the project fills from elsewhere."""
+    missing, unexpected = model.float().load_state_dict(weights, strict=False)
     left = [name for name in missing if not name.startswith(may_miss or ("-",))]
     if left or unexpected:
         raise SystemExit(f"weights do not fit: missing {left}, unexpected {unexpected}")

@@ -125,4 +125,4 @@ def test_block_hidden_states_heads_and_losses(peer: str, case: str, tmp_path: Pa
         torch.testing.assert_close(confidence, got["confidence"], atol=1e-5, rtol=0)
     if "loss" in got:
         weights = sum(math.exp(-n / tiny.GAMMA) for n in range(predictions))
-        assert loss.item() == pytest.approx(got["loss"].item() * predictions / weights, abs=1e-5)
+        assert loss.item() == pytest.approx(got["loss"].item() * predictions / weights, rel=1e-5)
