@@ -211,6 +211,11 @@ def check_target(recipe: Recipe, facts: TargetFacts) -> None:
         drafter.kind == "dflash2" and drafter.selector_top_k > facts.vocab_size,
         f"drafter.selector_top_k is {drafter.selector_top_k}, but the target has {facts.vocab_size} tokens: lower it",
     )
+    _refuse(
+        drafter.head_rank is not None and drafter.head_rank >= facts.hidden_size,
+        f"drafter.head_rank is {drafter.head_rank}, but the target's head is {facts.hidden_size} wide: lower it, or use "
+        "drafter.head=own",
+    )
     if drafter.attention == "mla":
         check_mla_rope(facts.rope)
         return
