@@ -213,8 +213,8 @@ def check_target(recipe: Recipe, facts: TargetFacts) -> None:
     )
     _refuse(
         drafter.head_rank is not None and drafter.head_rank >= facts.hidden_size,
-        f"drafter.head_rank is {drafter.head_rank}, but the target's head is {facts.hidden_size} wide: lower it, or use "
-        "drafter.head=own",
+        f"drafter.head_rank is {drafter.head_rank}, but the target's head is {facts.hidden_size} wide: lower it, or "
+        "use drafter.head=own",
     )
     if drafter.attention == "mla":
         check_mla_rope(facts.rope)

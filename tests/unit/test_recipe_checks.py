@@ -82,7 +82,7 @@ def check(*overrides: str) -> None:
         ([*FLASH, "drafter.norm_output=true"], "norm_output is for .* eagle3"),
         ([*FLASH, "drafter.head=target"], "drafter.head is for .* eagle3"),
         (["drafter.head=low_rank"], "head_rank is for drafter.head=low_rank"),
-        (["drafter.head=low_rank", "drafter.head_rank=576"], "head_rank is 576, .* 576 wide"),
+        (["drafter.head=low_rank", "drafter.head_rank=128"], "head_rank is 128, .* 128 wide"),
         ([*SPARK_MLA, "drafter.q_lora_rank=null"], "K3DSparkModel.*set drafter.q_lora_rank"),
         ([*SPARK_MLA, "drafter.is_causal=true"], "K3DSparkModel.*drafter.is_causal"),
         ([*SPARK_MLA, "drafter.fc_norm=true"], "K3DSparkModel.*drafter.fc_norm=false"),
