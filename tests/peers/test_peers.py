@@ -33,6 +33,17 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".torchspec" / "peers"  # where `make peers` installs requirements/peers.txt
 DATA = tiny.inputs()
+SHAPE: dict[str, Any] = {
+    "hidden_size": tiny.SIZE,
+    "num_heads": tiny.HEADS,
+    "num_kv_heads": tiny.KV_HEADS,
+    "head_dim": tiny.HEAD_DIM,
+    "intermediate_size": tiny.MLP,
+    "vocab_size": tiny.VOCAB,
+    "aux_layers": (1, 3, 5),
+    "rms_norm_eps": tiny.EPS,
+    "rope": RopeConfig(theta=tiny.THETA),
+}
 
 
 def theirs(peer: str, case: str, folder: Path) -> dict[str, Any]:
@@ -47,19 +58,7 @@ def theirs(peer: str, case: str, folder: Path) -> dict[str, Any]:
 
 
 def our_eagle_logits() -> Tensor:
-    config = Eagle3Config(
-        hidden_size=tiny.SIZE,
-        target_hidden_size=tiny.SIZE,
-        num_heads=tiny.HEADS,
-        num_kv_heads=tiny.KV_HEADS,
-        head_dim=tiny.HEAD_DIM,
-        intermediate_size=tiny.MLP,
-        vocab_size=tiny.VOCAB,
-        draft_vocab_size=tiny.VOCAB,
-        aux_layers=(1, 3, 5),
-        rms_norm_eps=tiny.EPS,
-        rope=RopeConfig(theta=tiny.THETA),
-    )
+    config = Eagle3Config(**SHAPE, target_hidden_size=tiny.SIZE, draft_vocab_size=tiny.VOCAB)
     drafter = Eagle3Drafter(config)
     drafter.load_state_dict(tiny.eagle_weights())
     every = np.ones(tiny.LENGTH, dtype=bool)
@@ -68,21 +67,13 @@ def our_eagle_logits() -> Tensor:
     return torch.stack([drafter.logits(out) for out in drafter.rollout(DATA.aux, embeds, index.layout)])
 
 
-def our_blocks(dspark: bool) -> tuple[BlockDrafter, Tensor, Tensor, Any]:
-    """(drafter, hidden [M, P, H], loss, weight sums)."""
+def our_blocks(dspark: bool) -> tuple[BlockDrafter, Tensor, Tensor, int]:
+    """(drafter, hidden [M, P, H], loss, predictions P of a block)."""
     config = BlockConfig(
+        **SHAPE,
         kind="dspark" if dspark else "dflash",
-        hidden_size=tiny.SIZE,
-        num_heads=tiny.HEADS,
-        num_kv_heads=tiny.KV_HEADS,
-        head_dim=tiny.HEAD_DIM,
-        intermediate_size=tiny.MLP,
-        vocab_size=tiny.VOCAB,
-        aux_layers=(1, 3, 5),
         block_size=tiny.BLOCK,
         mask_token_id=tiny.MASK_TOKEN,
-        rms_norm_eps=tiny.EPS,
-        rope=RopeConfig(theta=tiny.THETA),
         markov_rank=tiny.RANK if dspark else None,
     )
     drafter = BlockDrafter(config)

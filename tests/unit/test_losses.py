@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -33,12 +32,7 @@ LENGTHS = [17, 9, 6]
 KEPT = torch.tensor(sorted(set(range(VOCABULARY)) - {0, 3, 5, 9, 12, 17, 20, 23}))
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:

@@ -306,7 +306,7 @@ class EvaluationSection(Section):
     temperature: float = Identity(1.0, gt=0.0, description="Of the sampled runs; a greedy run is always made.")
     top_p: Probability = Identity(0.95)
     verification: Literal["standard", "block"] = Identity(
-        "standard", description="Rule of the sampled runs; both are lossless, `block` accepts at least as much."
+        "standard", description="Rule of the sampled runs; both are lossless, `block` accepts more on average."
     )
     dynamic: Literal["none", "threshold", "scheduler"] = Identity(
         "none",

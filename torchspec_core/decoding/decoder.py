@@ -31,7 +31,7 @@ class Sampling:
     """How tokens are chosen.
 
     temperature: 0 is greedy. drafting: how the drafter picks when it is not. verification: the rule that decides then;
-    both rules give the target's law, `block` accepts at least as much.
+    both rules give the target's law, `block` accepts at least as much on average.
     """
 
     temperature: float = 0.0
@@ -57,8 +57,8 @@ class Decoded:
     tokens: tuple[int, ...]
     finish: Literal["stop", "length"]
     steps: tuple[int, ...]
+    verified: tuple[int, ...]
     after_end: int
-    verified: tuple[int, ...] = ()
 
 
 class _Row:
@@ -90,8 +90,8 @@ class _Row:
 
     def result(self) -> Decoded:
         assert self.finish is not None
-        steps, verified = tuple(self.steps), tuple(self.verified)
-        return Decoded(self.key, tuple(self.tokens), self.finish, steps, self.after_end, verified)
+        tokens, steps, verified = tuple(self.tokens), tuple(self.steps), tuple(self.verified)
+        return Decoded(self.key, tokens, self.finish, steps, verified, self.after_end)
 
 
 def row_uniforms(seed: int, key: str, steps: int, width: int) -> np.ndarray:
@@ -224,7 +224,7 @@ def _step(
     if u is None:
         verdict = verify_greedy(read.logits, drafted, limits)
     else:
-        verify = verify_block if sampling.verification == "block" and drafts is not None else verify_sampled
+        verify = verify_block if sampling.verification == "block" else verify_sampled
         judge = torch.cat((u[:, k : k + width], u[:, 2 * k :]), dim=1)
         verdict = verify(read.logits, drafted, q, judge, sampling.temperature, sampling.top_p, limits)
     if dynamic is not None and limits is not None:

@@ -93,11 +93,11 @@ class AcceptanceEstimator:
     slots: int
     weight: float = 0.5
     bias: NDArray[np.float64] = field(init=False)
-    _seen: list[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]] = field(default_factory=list)
-    _steps: int = 0
+    _seen: list[tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]] = field(init=False)
+    _steps: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
-        self.bias = np.full(self.slots, -0.2)
+        self.bias, self._seen = np.full(self.slots, -0.2), []
 
     def confidence(self, peak: Tensor) -> Tensor:
         """peak: [R, K] largest probability of each draft's law; [R, K] fp64."""

@@ -144,7 +144,7 @@ def verify_block(
     top_p: float = 1.0,
     limits: Tensor | None = None,
 ) -> Verdict:
-    """`verify_sampled` by block verification (arXiv 2403.10444): the same output law, and never fewer accepted drafts.
+    """`verify_sampled` by block verification (arXiv 2403.10444): the same output law, never fewer drafts on average.
 
     Slots are not judged one by one. The prefix of i drafts carries pi_i = min(pi_{i-1} P_i(x_i) / Q_i(x_i), 1), and the
     longest prefix that passes its own test u_i <= h_i is kept, where s_i = sum max(pi_i P_{i+1} - Q_{i+1}, 0),

@@ -117,18 +117,18 @@ def eagle3_checkpoint(drafter_folder: Path, target_folder: Path, vocabulary_fold
     tensors = named_tensors(
         lambda: Eagle3Drafter(config), read_tensors(drafter_folder / "drafter.safetensors"), drafter_folder
     )
+    pruned = config.draft_vocab_size < config.vocab_size
+    d2t, t2d = _vocabulary(vocabulary_folder, config) if pruned else (None, None)
     if config.head == "low_rank":
         tensors["lm_head.weight"] = LowRankHead.whole(
             tensors.pop("lm_head.up.weight"), tensors.pop("lm_head.down.weight")
         )
     elif config.head == "target":
         rows = load_head(target_folder, torch.float32).head_weight
-        pruned = config.draft_vocab_size < config.vocab_size
-        tensors["lm_head.weight"] = rows[_vocabulary(vocabulary_folder, config)[1]] if pruned else rows
+        tensors["lm_head.weight"] = rows if t2d is None else rows[t2d]
     out = {name: tensor.to(DTYPES[dtype]).contiguous() for name, tensor in tensors.items()}
     coverage: dict[str, Any] = {}
-    if config.draft_vocab_size < config.vocab_size:
-        d2t, t2d = _vocabulary(vocabulary_folder, config)
+    if d2t is not None and t2d is not None:
         out |= {"d2t": d2t, "t2d": t2d}
         counts = np.load(vocabulary_folder / "counts.npy")
         coverage["coverage"] = float(counts[t2d.numpy()].sum() / max(int(counts.sum()), 1))

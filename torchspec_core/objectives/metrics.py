@@ -31,6 +31,11 @@ def acceptance(hit: Tensor, overlap: Tensor | None, valid: Tensor) -> dict[str, 
     parts = {"acc": (hit * valid, valid), "slot": ((hit * valid).cumprod(dim=0), whole)}
     if overlap is not None:
         parts |= {"alpha": (overlap * valid, valid), "slot_tv": ((overlap * valid).cumprod(dim=0), whole)}
+    return by_place(parts)
+
+
+def by_place(parts: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """Numerators and denominators [D, R] of each name, summed over rows: `name_n` -> [2] for every place n."""
     return {
         f"{name}_{place}": pair
         for name, (top, bottom) in parts.items()

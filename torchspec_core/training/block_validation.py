@@ -18,7 +18,7 @@ from torchspec_core.drafters.layers import rms_norm
 from torchspec_core.objectives.blocks import BlockIndex
 from torchspec_core.objectives.calibration import fit_temperatures
 from torchspec_core.objectives.dflash import BlockTeacher, block_embeds, by_block, judged_slots
-from torchspec_core.objectives.metrics import acceptance, add_parts, estimates, means_of
+from torchspec_core.objectives.metrics import acceptance, add_parts, by_place, estimates, means_of
 from torchspec_core.objectives.reduction import precise
 from torchspec_core.training.batch import PackedBatch
 
@@ -59,13 +59,8 @@ def drafted_blocks(drafter: BlockDrafter, teacher: BlockTeacher, batch: PackedBa
         rows.append(torch.stack(seen))
     hit, overlap, first, among = torch.cat(rows, dim=2).unbind(1)
     valid = valid.T
-    parts = acceptance(hit, overlap, valid)
-    for name, found in (("recall_1", first), (f"recall_{count}", among)):
-        parts |= {
-            f"{name}_{place}": pair
-            for place, pair in enumerate(torch.stack(((found * valid).sum(dim=1), valid.sum(dim=1)), dim=1))
-        }
-    return parts
+    recalls = {"recall_1": (first * valid, valid), f"recall_{count}": (among * valid, valid)}
+    return acceptance(hit, overlap, valid) | by_place(recalls)
 
 
 def calibrate(

@@ -1,0 +1,17 @@
+"""Fixtures of several unit tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tensors of a few hundred numbers: a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
