@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchspec_core.config.fields import identity_of, runtime_of
+from torchspec_core.config.fields import identity_of, keyed_of, runtime_of
 from torchspec_core.config.schema import Recipe, Section
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
@@ -262,7 +262,7 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
             stage=stage.name,
             version=stage.version,
             slug=stage.slug(recipe),
-            identity=params,
+            identity=_select(recipe, stage.reads, keyed_of),
             files=dict(stage.files(recipe)),
             inputs={name: keys[name] for name in stage.inputs},
         )
@@ -324,7 +324,7 @@ def estimate_bytes(recipe: Recipe, planned: Sequence[PlannedStage]) -> dict[str,
     facts = _facts(recipe, planned)
     if facts is None:
         return {}
-    answered = sum(s.rows for s in recipe.data.prompts) * (
+    answered = sum(s.rows * s.turns for s in recipe.data.prompts) * (
         recipe.data.max_prompt_tokens + 32 + recipe.answers.max_new_tokens
     )
     whole = sum(s.rows for s in recipe.data.conversations) * recipe.data.max_length

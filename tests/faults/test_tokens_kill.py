@@ -41,6 +41,7 @@ if __name__ == "__main__":
     runtime = {"max_rejected": 0.0, "workers": 2, "scheduler": None}
     job = local_job(root / "out", inputs, {"data": data}, {"data": runtime})
     tokens.write_shard = slowly
+    job.workspace.begin()  # as the store does for each attempt: what a killed one left half-written goes
     tokens.build(job)
 """
 

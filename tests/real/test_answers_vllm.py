@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from torchspec_core.data.render import load_renderer
+from torchspec_core.data.sources import Message
 from torchspec_core.stages.job import Job, local_job
 from torchspec_core.targets import answers, source
 from torchspec_core.targets.vllm_cpu import draft_counters, make_llm
@@ -19,6 +21,11 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("work") / "target"
     settings = {"source": source.RANDOM, "dtype": "float32"}
     source.build(local_job(folder, params={"target": settings}, runtime={"run": {"threads": 0}}))
+    (weights,) = folder.glob("*.safetensors")
+    tensors = load_file(weights)
+    rows = tensors["lm_head.weight" if "lm_head.weight" in tensors else "model.embed_tokens.weight"]
+    rows[2] *= 40.0  # random weights end a turn once in 49,152 tokens; these do now and then
+    save_file(tensors, weights, {"format": "pt"})
     return folder
 
 
@@ -34,8 +41,9 @@ def one_engine(engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def job_for(
-    tmp_path: Path, target: Path, name: str = "answers", shard: int = 4, active: int = 3, temperature: float = 0.8
-) -> Job:
+    tmp_path: Path, target: Path, name: str = "answers", shard: int = 4, active: int = 3, temperature: float = 0.8,
+    new_tokens: int = 12,
+) -> Job:  # fmt: skip
     prompts = tmp_path / "prompts"
     if not prompts.exists():
         prompts.mkdir()
@@ -44,7 +52,7 @@ def job_for(
     settings = {
         "temperature": temperature,
         "top_p": 1.0,
-        "max_new_tokens": 12,
+        "max_new_tokens": new_tokens,
         "dtype": "float32",
         "shard_prompts": shard,
     }
@@ -97,6 +105,32 @@ def test_only_a_lost_shard_is_answered_again(tmp_path: Path, target: Path, monke
     assert all((folder / name).stat().st_ino == inode for name, inode in inodes.items())
     monkeypatch.setattr(answers, "make_llm", None)
     answers.build(job_for(tmp_path, target))
+
+
+def test_a_conversation_is_answered_turn_by_turn(tmp_path: Path, target: Path) -> None:
+    job = job_for(tmp_path, target, new_tokens=24)
+    talks = [[f"Question {i}?", "And then?", "Why?"] for i in range(60)]
+    rows = [{"sample_id": f"{i:016x}", "turns": turns, "source": "test"} for i, turns in enumerate(talks)]
+    (tmp_path / "prompts" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers.build(job)
+    renderer = load_renderer(target)
+    answered = 0
+    for row in rows_of(tmp_path / "answers"):
+        parts = [(turn["prompt_ids"], turn["answer_ids"]) for turn in (row, *row.get("later", ()))]
+        messages = [Message(**message) for message in row["messages"]]
+        asked = [place for place, message in enumerate(messages) if message.role == "user"][-len(parts) :]
+        so_far: list[int] = []
+        for place, (prompt_ids, answer_ids) in zip(asked, parts, strict=True):
+            # What a server is sent: every message so far, by the template.
+            assert so_far + prompt_ids == renderer.prompt(messages[: place + 1])
+            assert len(answer_ids) <= 24
+            text = renderer.decode(answer_ids[:-1] if answer_ids[-1] == 2 else answer_ids)
+            assert messages[place + 1].content == text
+            so_far += prompt_ids + answer_ids
+        answered += len(parts)
+        assert len(so_far) <= 128
+        assert (row["finish"] == "stop") == (parts[-1][1][-1] == 2)
+    assert answered > 60, f"no conversation went on: {[row['finish'] for row in rows_of(tmp_path / 'answers')]}"
 
 
 def test_a_prompt_without_room_is_refused(tmp_path: Path, target: Path) -> None:

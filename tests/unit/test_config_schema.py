@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from pydantic import Field, ValidationError
 
-from torchspec_core.config.fields import identity_of, runtime_of, schema_sides, side_of
+from torchspec_core.config.fields import identity_of, keyed_of, runtime_of, schema_sides, side_of
 from torchspec_core.config.schema import DataSection, PromptSource, RunSection, TrainingSection
 
 SIDES = {
@@ -22,6 +22,7 @@ SIDES = {
     "data.prompts": "identity",
     "data.prompts[].name": "identity",
     "data.prompts[].rows": "identity",
+    "data.prompts[].turns": "identity",
     "data.prompts[].path": "identity",
     "data.max_prompt_tokens": "identity",
     "data.heldout": "identity",
@@ -153,11 +154,20 @@ def test_a_field_without_a_side_is_refused() -> None:
 def test_identity_and_runtime_parts_are_json_and_cover_the_section() -> None:
     section = DataSection(prompts=(PromptSource(name="jsonl", rows=3, path="a.jsonl"),))
     identity, runtime = identity_of(section), runtime_of(section)
-    assert identity["prompts"] == [{"name": "jsonl", "rows": 3, "path": "a.jsonl"}]
+    assert identity["prompts"] == [{"name": "jsonl", "rows": 3, "turns": 1, "path": "a.jsonl"}]
     assert runtime == {"max_rejected": 0.01, "workers": 2, "scheduler": None}
     assert {*identity, *runtime} == set(DataSection.model_fields)
     assert identity_of(RunSection()) == {"seed": 0}
     assert identity_of(TrainingSection())["betas"] == [0.9, 0.95]
+
+
+def test_a_neutral_field_is_in_the_key_only_away_from_its_default() -> None:
+    def keyed(turns: int) -> object:
+        section = DataSection(prompts=(PromptSource(name="jsonl", rows=3, path="a.jsonl", turns=turns),))
+        return keyed_of(section)["prompts"]
+
+    assert keyed(1) == [{"name": "jsonl", "rows": 3, "path": "a.jsonl"}]
+    assert keyed(2) == [{"name": "jsonl", "rows": 3, "turns": 2, "path": "a.jsonl"}]
 
 
 def test_sections_are_frozen_and_strict() -> None:

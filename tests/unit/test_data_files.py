@@ -13,13 +13,28 @@ import pytest
 
 from tests.tiny_chat import chat, write_jsonl
 from torchspec_core.data import files, packages
-from torchspec_core.data.files import Span, data_files, joined, layout_of, read_span, spans, unpack
+from torchspec_core.data.files import Block, Span, blocks, data_files, joined, layout_of, read_span, unpack
 from torchspec_core.data.jsonstream import Record
 from torchspec_core.data.messages import Message, parse_row
 from torchspec_core.data.sources import Conversation, read_conversations
 from torchspec_core.errors import UserError
 
 ROWS: list[dict[str, Any]] = [chat(f"q{i}\r?", f"é{i}") for i in range(7)]
+
+
+def lines_of(text: bytes) -> list[bytes]:
+    return [part + b"\n" for part in text.split(b"\n")[:-1]] + [text.split(b"\n")[-1]]
+
+
+def one_by_one(path: Path, layout: files.Layout) -> list[Span]:
+    """The span of each row."""
+    found = []
+    for block in blocks(path, layout):
+        assert isinstance(block, Block)
+        while len(block):
+            span, block = block.split(1)
+            found.append(span)
+    return found
 
 
 def write(folder: Path, name: str) -> Path:
@@ -58,7 +73,7 @@ def test_rows_are_the_same_from_every_format(tmp_path: Path, name: str) -> None:
     assert [c.messages[0].content for c in items if isinstance(c, Conversation)] == [f"q{i}\r?" for i in range(7)]
     assert [item.row for item in items] == list(range(1, 8))
     layout = layout_of(path)
-    found = [span for span in spans(unpack(path, tmp_path), layout) if isinstance(span, Span)]
+    found = one_by_one(unpack(path, tmp_path), layout)
     assert [span.row for span in found] == list(range(1, 8))
     for part in (found[:2], found[2:7], found):
         records = list(read_span(unpack(path, tmp_path), layout, joined(part, layout)))
@@ -66,6 +81,24 @@ def test_rows_are_the_same_from_every_format(tmp_path: Path, name: str) -> None:
         assert [r.row for r in records] == [s.row for s in part]
     if layout != "collection":
         assert len(joined(found, layout)) == 1
+
+
+@pytest.mark.parametrize("piece", [1, 3, 7, 64])
+@pytest.mark.parametrize("text", [
+    b"", b"\n", b"a", b"a\n", b"\n\na\n\n", b" \r\n a\r\nb\n\t\n\x0b\x0c\nc", b"a\n   ",
+    b"long line 1\nx\n\nlong line 2",
+])  # fmt: skip
+def test_blocks_are_the_lines_that_are_not_blank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, piece: int
+) -> None:
+    monkeypatch.setattr(files, "_PIECE", piece)
+    (tmp_path / "a.jsonl").write_bytes(text)
+    wanted, start = [], 0
+    for row, line in enumerate(filter(None, lines_of(text)), start=1):
+        if not line.isspace():
+            wanted.append(Span(row, start, start + len(line)))
+        start += len(line)
+    assert one_by_one(tmp_path / "a.jsonl", "lines") == wanted
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path: Path) -> None:

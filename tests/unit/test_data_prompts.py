@@ -89,6 +89,24 @@ def test_golden_bytes_of_the_stage(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("benchmarks")
+def test_later_turns_go_with_their_prompt_up_to_the_first_that_cannot_be_used(tmp_path: Path) -> None:
+    def talk(number: int, *later: str) -> object:
+        return chat(question(number), *(text for turn in later for text in ("an answer", turn)), "the last answer")
+
+    rows = [
+        talk(0, "and then?", "and now?", "and in the end?"),
+        talk(1, "fine", PROBLEM, "what follows a benchmark's problem"),
+        talk(2, "x" * 200, "what follows a turn that is too long"),
+        talk(3),
+    ]
+    out = run(tmp_path, rows, heldout=0, prompts=[{**source_rows(tmp_path, 10)[0], "turns": 3}])
+    assert [r["turns"] for r in read(out / "train.jsonl")] == [
+        [question(0), "and then?", "and now?"], [question(1), "fine"], [question(2)], [question(3)],
+    ]  # fmt: skip
+    assert [r["multiturn"] for r in read(out / "train.jsonl")] == [True, True, False, False]
+
+
+@pytest.mark.usefixtures("benchmarks")
 def test_more_rows_leave_the_heldout_set_alone(tmp_path: Path) -> None:
     rows = questions(60)
     few = run(tmp_path, rows, "few", prompts=source_rows(tmp_path, 10))

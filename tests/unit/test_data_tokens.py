@@ -49,6 +49,15 @@ def outputs(folder: Path) -> dict[str, bytes]:
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.is_file() and p.name != "shards.jsonl"}
 
 
+def test_every_answer_of_a_row_is_supervised(tmp_path: Path) -> None:
+    row = {**answer("a", [5, 6], [8, 2]), "later": [{"prompt_ids": [9], "answer_ids": [10, 11, 2]}]}
+    job = make_job(tmp_path, [row, answer("b", [5], [6, 2])])
+    tokens.build(job)
+    first = TokenSet(job.workspace.path).get(0)
+    assert first.input_ids.tolist() == [5, 6, 8, 2, 9, 10, 11, 2]
+    assert first.loss_mask.tolist() == [0, 0, 1, 1, 0, 1, 1, 1]
+
+
 def test_answers_keep_their_ids_and_only_the_answer_is_supervised(tmp_path: Path) -> None:
     rows: list[object] = [answer("a", [5, 6, 7], [8, 9, END_OF_TURN]), answer("b", list(range(10, 20)), [20, 21, 22])]
     job = make_job(tmp_path, rows)

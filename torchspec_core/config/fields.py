@@ -47,17 +47,22 @@ def schema_sides() -> dict[str, str]:
     return sides
 
 
-def _select(section: BaseModel, side: str) -> dict[str, Any]:
+def _is_neutral(field: FieldInfo, value: object) -> bool:
+    extra = field.json_schema_extra
+    return isinstance(extra, dict) and bool(extra.get("neutral")) and value == field.default
+
+
+def _select(section: BaseModel, side: str, keyed: bool = False) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     plain = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        if side_of(field) != side:
-            continue
         value = getattr(section, name)
+        if side_of(field) != side or (keyed and _is_neutral(field, value)):
+            continue
         if isinstance(value, BaseModel):
-            chosen[name] = _select(value, side)
+            chosen[name] = _select(value, side, keyed)
         elif isinstance(value, tuple) and nested_model(field.annotation) is not None:
-            chosen[name] = [_select(item, side) for item in value]
+            chosen[name] = [_select(item, side, keyed) for item in value]
         else:
             chosen[name] = plain[name]
     return chosen
@@ -66,6 +71,11 @@ def _select(section: BaseModel, side: str) -> dict[str, Any]:
 def identity_of(section: Section) -> dict[str, Any]:
     """The identity fields of a section as JSON values; items of lists of sections keep their identity fields only."""
     return _select(section, IDENTITY)
+
+
+def keyed_of(section: Section) -> dict[str, Any]:
+    """`identity_of` without the neutral fields at their default (`schema.Identity`): what a stage's key is made of."""
+    return _select(section, IDENTITY, keyed=True)
 
 
 def runtime_of(section: Section) -> dict[str, Any]:

@@ -21,9 +21,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, validate_default=True)
 
 
-def Identity(default: object = ..., **limits: object) -> Any:  # noqa: N802 - reads as a declaration
-    """A field that is part of the stage key."""
-    return Field(default, json_schema_extra={"side": IDENTITY}, **limits)  # type: ignore[call-overload]
+def Identity(default: object = ..., *, neutral: bool = False, **limits: object) -> Any:  # noqa: N802 - reads as a declaration
+    """A field that is part of the stage key.
+
+    neutral: the default gives the bytes that the stage wrote before there was this field; at its default the field is
+    left out of the key, so an upgrade makes nothing anew.
+    """
+    side: dict[str, Any] = {"side": IDENTITY, "neutral": neutral}
+    return Field(default, json_schema_extra=side, **limits)  # type: ignore[call-overload]
 
 
 def Runtime(default: object = ..., **limits: object) -> Any:  # noqa: N802 - reads as a declaration
@@ -66,6 +71,10 @@ class PromptSource(Section):
         "jsonl", "file", "hub",
     ] = Identity(description="A package, or your own: see docs/data.md.")  # fmt: skip
     rows: int = Identity(gt=0, description="Prompts to take at most, after all filters.")
+    turns: int = Identity(
+        1, neutral=True, gt=0,
+        description="User turns to take of each conversation; the target answers one after the other.",
+    )  # fmt: skip
     path: str | None = Identity(None, description="The file or folder, or `ORG/NAME[@REVISION]` for `hub`.")
 
 

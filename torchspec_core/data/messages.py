@@ -22,6 +22,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 DROPPED_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 
 
+_COMPACT = json.JSONEncoder(ensure_ascii=True, separators=(",", ":")).encode
 TOKEN_IDS = "the row holds token ids, not messages"
 
 
@@ -64,8 +65,7 @@ def content_id(messages: Sequence[tuple[Any, ...]], tools: Sequence[Mapping[str,
         plain.append([message[0], message[1], list(message[2:])] if extras else [message[0], message[1]])
     if tools:
         plain.append(list(tools))
-    text = json.dumps(plain, ensure_ascii=True, separators=(",", ":"))
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(_COMPACT(plain).encode(), digest_size=16).hexdigest()
 
 
 def check_text(text: object, what: str, empty: bool = False) -> str:

@@ -1,4 +1,7 @@
-"""The prompts stage: real first user turns, cleaned, kept apart from the evaluation sets, and split.
+"""The prompts stage: real user turns, cleaned, kept apart from the evaluation sets, and split.
+
+A prompt is a conversation's first user turn. A source may give more of them (`turns`): they go with the prompt, up to
+the first that could not be a prompt itself. Held-out prompts are first turns.
 
 The held-out prompts are drawn from all usable prompts of a source by a seeded hash of their text, whatever number of
 training prompts is asked for; so raising `rows` never moves a prompt from training to held-out or back. The rest is
@@ -42,6 +45,7 @@ class Source:
     name: str
     rows: int
     path: str | None = None
+    turns: int = 1
 
     @property
     def label(self) -> str:
@@ -92,9 +96,14 @@ def read_gsm8k() -> list[dict[str, Any]]:
     return [row([r["prompt"]], "gsm8k", r["id"], "math", r["id"]) for r in rows]
 
 
+def user_turns(conversation: Conversation) -> list[str]:
+    """What the user says, turn by turn."""
+    return [m.content for m in conversation.messages if m.role == "user"]
+
+
 def prompt_of(conversation: Conversation) -> str:
     """The first user turn."""
-    return next(m.content for m in conversation.messages if m.role == "user")
+    return user_turns(conversation)[0]
 
 
 def heldout_quotas(sources: Sequence[Source], heldout: int) -> list[int]:
@@ -167,9 +176,16 @@ def check_rejected(reasons: Mapping[str, int], rows: int, limit: float, where: s
         )
 
 
-def _prompt_row(conversation: Conversation) -> dict[str, Any]:
+def usable_turns(conversation: Conversation, most: int, rules: Rules, heldout: OverlapIndex) -> list[str]:
+    """The first user turn, which is known to be usable, and those after it up to the first that is not."""
+    turns = user_turns(conversation)[:most]
+    refused = (n for n, turn in enumerate(turns) if n and (heldout.match(turn) or rules.refuse(turn)))
+    return turns[: next(refused, most)]
+
+
+def _prompt_row(conversation: Conversation, turns: Sequence[str]) -> dict[str, Any]:
     source_row = f"{conversation.source}-{conversation.row}"
-    return row([prompt_of(conversation)], conversation.source, conversation.src_id, conversation.domain, source_row)
+    return row(turns, conversation.source, conversation.src_id, conversation.domain, source_row)
 
 
 def _write(job: Job, name: str, lines: Iterable[str]) -> None:
@@ -182,7 +198,7 @@ def _write(job: Job, name: str, lines: Iterable[str]) -> None:
 def build(job: Job) -> None:
     """The prompts stage: reads the sources and the target's tokenizer, writes the files of `OUTPUTS`."""
     data = job.params["data"]
-    sources = [Source(s["name"], s["rows"], s.get("path")) for s in data["prompts"]]
+    sources = [Source(s["name"], s["rows"], s.get("path"), s.get("turns", 1)) for s in data["prompts"]]
     benchmarks = {"mtbench": read_mtbench(), "gsm8k": read_gsm8k()}
     indexes = {name: OverlapIndex(turn for r in rows for turn in r["turns"]) for name, rows in benchmarks.items()}
     rules = Rules(load_tokenizer(Path(job.inputs["target"])), data["max_prompt_tokens"], indexes)
@@ -195,7 +211,7 @@ def build(job: Job) -> None:
         job.progress.update(len(heldout), data["heldout"], unit="prompts", message=f"held out from {source.label}")
 
     index = OverlapIndex(prompt_of(c) for c in heldout)
-    train: list[Conversation] = []
+    train: list[dict[str, Any]] = []
     left_out: list[Rejected] = []
     seen: set[bytes] = set()
     wanted = sum(s.rows for s in sources) - data["heldout"]
@@ -204,7 +220,7 @@ def build(job: Job) -> None:
             if isinstance(item, Rejected):
                 left_out.append(item)
                 continue
-            train.append(item)
+            train.append(_prompt_row(item, usable_turns(item, source.turns, rules, index)))
             job.progress.update(len(train), wanted, unit="prompts", message=f"taken from {source.label}")
     bad = [r for r in left_out if r.kind == "rejected"]
     _write(job, "rejected.jsonl", (r.to_json() for r in left_out))
@@ -217,14 +233,14 @@ def build(job: Job) -> None:
             f"data.heldout={data['heldout']} and at least one training prompt are needed: lower data.heldout or raise "
             "the rows of a source"
         )
-    sets = {"train": [_prompt_row(c) for c in train], "heldout": [_prompt_row(c) for c in heldout], **benchmarks}
+    sets = {"train": train, "heldout": [_prompt_row(c, [prompt_of(c)]) for c in heldout], **benchmarks}
     for name, rows in sets.items():
         _write(job, f"{name}.jsonl", (json.dumps(r, ensure_ascii=False) for r in rows))
     filtered = Counter(r.reason for r in left_out if r.kind == "filtered")
     counts = {
         "rows": {name: len(rows) for name, rows in sets.items()},
         "read": len(train) + len(left_out),
-        "taken": dict(Counter(c.source for c in train)),
+        "taken": dict(Counter(r["source"] for r in train)),
         "heldout": dict(Counter(c.source for c in heldout)),
         "rejected": dict(Counter(r.reason for r in bad).most_common()),
         "filtered": dict(filtered.most_common()),
@@ -232,7 +248,8 @@ def build(job: Job) -> None:
     _write(job, "counts.json", [json.dumps(counts, indent=1)])
     contaminated = sum(n for reason, n in filtered.items() if "match of" in reason)
     job.workspace.record(
-        rows=len(train), heldout=len(heldout), mtbench=len(benchmarks["mtbench"]), gsm8k=len(benchmarks["gsm8k"]),
+        rows=len(train), turns=sum(len(r["turns"]) for r in train), heldout=len(heldout),
+        mtbench=len(benchmarks["mtbench"]), gsm8k=len(benchmarks["gsm8k"]),
         read=len(train) + len(left_out), rejected=len(bad), filtered=len(left_out) - len(bad),
         duplicates=filtered["duplicate"], contaminated=contaminated,
     )

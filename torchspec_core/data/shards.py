@@ -144,13 +144,17 @@ def _ids(value: object, vocab_size: int, what: str) -> list[int]:
 
 
 def parse_answer(value: object, vocab_size: int) -> Sample:
-    """A row of the answers stage: its token ids are the truth, the answer's are supervised. Raises `BadRow`."""
+    """A row of the answers stage: its token ids are the truth, the answers' are supervised. Raises `BadRow`."""
     if not isinstance(value, Mapping) or not isinstance(value.get("sample_id"), str):
         raise BadRow("the row has no `sample_id`")
-    prompt = _ids(value.get("prompt_ids"), vocab_size, "prompt_ids")
-    answer = _ids(value.get("answer_ids"), vocab_size, "answer_ids")
-    rendered = Rendered(prompt + answer, [len(prompt), len(answer)])
-    return Sample(value["sample_id"], rendered, "onpolicy", str(value.get("source", ANSWERS)))
+    ids: list[int] = []
+    lengths = []
+    for turn in (value, *value.get("later", ())):
+        for name in ("prompt_ids", "answer_ids"):
+            part = _ids(turn.get(name), vocab_size, name)
+            ids += part
+            lengths.append(len(part))
+    return Sample(value["sample_id"], Rendered(ids, lengths), "onpolicy", str(value.get("source", ANSWERS)))
 
 
 def _from_tokens(value: Pretokenised, vocab_size: int, label: str) -> Sample:

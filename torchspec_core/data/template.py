@@ -42,10 +42,28 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
+class _Environment(ImmutableSandboxedEnvironment):
+    """The sandbox, with its verdict on an attribute remembered: it depends on the object's type and the name only, and
+    asking anew is a fifth of the time of a rendering.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._verdicts: dict[tuple[type, str], bool] = {}
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """As the sandbox says."""
+        key = type(obj), attr
+        found = self._verdicts.get(key)
+        if found is None:
+            found = self._verdicts[key] = super().is_safe_attribute(obj, attr, value)
+        return found
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     # Without `strftime_now`: a rendered sample must not depend on the day it was made, and templates fall back to a
     # fixed date.
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], keep_trailing_newline=False
     )
     environment.filters["tojson"] = _tojson

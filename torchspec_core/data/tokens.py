@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from torchspec_core.data import files
 from torchspec_core.data.cluster import run_shards
-from torchspec_core.data.files import Layout, Span
+from torchspec_core.data.files import Block, Layout, Span
 from torchspec_core.data.jsonstream import Broken
 from torchspec_core.data.prompts import check_rejected
 from torchspec_core.data.render import load_renderer, target_vocab_size
@@ -43,34 +43,57 @@ log = logging.getLogger("torchspec.data")
 DUPLICATE = "duplicate sample"
 
 
-Unit = tuple[str, str, Path, Layout, Span]
+Place = tuple[str, str, Path, Layout]
+"""Name of the source, label of its rows, file, layout."""
 LENGTH_BINS = 24
 
 
-def _answer_rows(folder: Path) -> Iterator[Unit]:
+def _answer_rows(folder: Path) -> Iterator[tuple[Place, Block]]:
     for path in sorted(folder.glob("answers-*.jsonl")):
-        for span in files.spans(path, "lines"):
-            if isinstance(span, Span):
-                yield ANSWERS, path.name, path, "lines", span
+        for block in files.blocks(path, "lines"):
+            if isinstance(block, Block):
+                yield (ANSWERS, path.name, path, "lines"), block
 
 
-def _conversation_rows(source: dict[str, Any], broken: list[Rejected], unpacked: Path) -> Iterator[Unit]:
-    """The first `rows` rows of a source; what stops a file from being read on is added to `broken`."""
+def _conversation_rows(
+    source: dict[str, Any], broken: list[Rejected], unpacked: Path
+) -> Iterator[tuple[Place, Block]]:  # fmt: skip
+    """The first `rows` rows of a source; what stops a file from being read on is added to `broken`, and is a row."""
     left = source["rows"]
     for file in source_files(source["name"], source.get("path")):
         plain = files.unpack(file.path, unpacked)
-        for span in itertools.islice(files.spans(plain, file.layout), left):
-            left -= 1
-            if isinstance(span, Broken):
-                broken.append(Rejected(file.label, span.row, span.reason, FORMATS[file.name].bad))
-            else:
-                yield file.name, file.label, plain, file.layout, span
+        found = files.blocks(plain, file.layout)
+        while left and (block := next(found, None)) is not None:
+            if isinstance(block, Broken):
+                left -= 1
+                broken.append(Rejected(file.label, block.row, block.reason, FORMATS[file.name].bad))
+                continue
+            rows = min(left, len(block))
+            left -= rows
+            yield (file.name, file.label, plain, file.layout), Block(block.row, block.bounds[: rows + 1])
 
 
-def _grouped(rows: list[Unit]) -> tuple[Rows, ...]:
-    groups = itertools.groupby(rows, key=lambda r: r[:4])
+def _shards(found: Iterable[tuple[Place, Block]], size: int) -> Iterator[tuple[Rows, ...]]:
+    """The rows in order, `size` of them at a time (the last time, what is left)."""
+    taken: list[tuple[Place, Span]] = []
+    room = size
+    for place, block in found:
+        while len(block):
+            rows = min(room, len(block))
+            span, block = block.split(rows)
+            taken.append((place, span))
+            room -= rows
+            if not room:
+                yield _grouped(taken)
+                taken, room = [], size
+    if taken:
+        yield _grouped(taken)
+
+
+def _grouped(taken: list[tuple[Place, Span]]) -> tuple[Rows, ...]:
+    groups = itertools.groupby(taken, key=lambda entry: entry[0])
     return tuple(
-        Rows(name, label, path, layout, files.joined([r[4] for r in group], layout))
+        Rows(name, label, path, layout, files.joined([span for _, span in group], layout))
         for (name, label, path, layout), group in groups
     )
 
@@ -80,17 +103,16 @@ def plan(job: Job) -> tuple[list[ShardTask], list[Rejected]]:
     data = job.params["data"]
     broken: list[Rejected] = []
     unpacked = job.workspace.scratch("unpacked")
-    rows: list[Iterator[Unit]] = [_answer_rows(Path(job.inputs["answers"]))]
+    rows = [_answer_rows(Path(job.inputs["answers"]))]
     rows += [_conversation_rows(source, broken, unpacked) for source in data["conversations"]]
     target = Path(job.inputs["target"])
     vocab_size = target_vocab_size(target)
     if data["conversations"]:
         load_renderer(target)  # a target without a template is found before any worker starts
-    chained = itertools.chain.from_iterable(rows)
     tasks: list[ShardTask] = []
-    while batch := list(itertools.islice(chained, data["shard_rows"])):
+    for parts in _shards(itertools.chain.from_iterable(rows), data["shard_rows"]):
         tasks.append(ShardTask(
-            number=len(tasks), parts=_grouped(batch), target=target, vocab_size=vocab_size,
+            number=len(tasks), parts=parts, target=target, vocab_size=vocab_size,
             max_length=data["max_length"], min_supervised=data["min_supervised"], policy=data["supervise"],
             keep_reasoning=data.get("reasoning", "keep") == "keep",
             control_text=data.get("special_text", "text") == "token",

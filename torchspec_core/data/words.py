@@ -196,7 +196,12 @@ class WordEncoder:
         parts = [text]
         for step in self.steps[:-1]:
             parts = [word for part in parts for word in step.split(part)]
-        words = [word for part in parts for word in self.find_last(part)] if len(parts) > 1 else self.find_last(text)
+        words: list[str] = []
+        for part in parts:
+            if len(part) > 1:
+                words += self.find_last(part)
+            elif part:  # one character is one word, whatever the expression says
+                words.append(part)
         if sum(map(len, words)) != len(text):  # what the last expression does not match is a word too
             return [word for part in parts for word in self.steps[-1].split(part)]
         return words

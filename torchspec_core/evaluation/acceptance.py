@@ -210,7 +210,7 @@ class _Work:
             "set": name,
             "mode": mode,
             "sample_id": prompt.sample_id,
-            "prompt": prompt.text,
+            "prompt": prompt.turns[0],
             "text": self.renderer.decode(result.tokens),
             "finish": result.finish,
             "steps": result.steps,
