@@ -31,6 +31,7 @@ class Kind:
         first_slot: the anchor's slot of a block predicts too.
         latent_forms: what the engine's class for multi-latent attention leaves out, as `unread` words it.
         drafts: (export folder, dtype, TargetFacts) -> evaluation.drafts.Opened.
+        exported: (export folder, dtype, TargetFacts) -> the drafter's module, which has its shape as `config`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Kind:
     training: str
     checkpoint: str
     drafts: str
+    exported: str
     objective: frozenset[str]
     blocks: bool = False
     first_slot: bool = False
@@ -72,7 +74,7 @@ class Kind:
         return None
 
     def part(self, name: str) -> Any:
-        """The function behind `training`, `checkpoint` or `drafts`."""
+        """The function behind `training`, `checkpoint`, `drafts` or `exported`."""
         module, function = getattr(self, name).split(":")
         return getattr(importlib.import_module(module), function)
 
@@ -91,6 +93,7 @@ def _block_kind(
         "torchspec_core.training.dflash:block_method",
         "torchspec_core.export.dflash:block_checkpoint",
         "torchspec_core.evaluation.drafts:open_blocks",
+        "torchspec_core.export.dflash:load_blocks",
         objective,
         blocks=True,
         **more,
@@ -113,6 +116,7 @@ KINDS: Mapping[str, Kind] = {
             "torchspec_core.training.eagle3:eagle3_method",
             "torchspec_core.export.checkpoint:eagle3_checkpoint",
             "torchspec_core.evaluation.drafts:open_eagle3",
+            "torchspec_core.export.checkpoint:load_eagle3",
             frozenset({"loss", "lk_eta"}),
         ),
         _block_kind("dflash", "dflash", ("DFlashDraftModel",), _TEXT),

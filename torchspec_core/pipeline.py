@@ -117,8 +117,17 @@ def _conversation_files(recipe: Recipe) -> Mapping[str, str]:
     return _source_files([(source.name, source.path) for source in recipe.data.conversations], benchmarks=False)
 
 
+def _start_files(recipe: Recipe) -> Mapping[str, str]:
+    """The exported drafter that training goes on from."""
+    if recipe.training.start is None:
+        return {}
+    folder = Path(recipe.training.start).expanduser()
+    return {f"start/{name}": digest_of_file(folder / name) for name in ("config.json", "model.safetensors")}
+
+
 def _vocabulary_files(recipe: Recipe) -> Mapping[str, str]:
-    return _source_files([("sharegpt", None)] if recipe.data.vocabulary_rows else [], benchmarks=False)
+    counted = [("sharegpt", None)] if recipe.data.vocabulary_rows and recipe.training.start is None else []
+    return {**_source_files(counted, benchmarks=False), **_start_files(recipe)}
 
 
 def _target_slug(recipe: Recipe) -> str:
@@ -180,7 +189,7 @@ STAGES: tuple[Stage, ...] = (
         1,
         "torchspec_core.data.vocabulary:build",
         ("target", "prompts", "tokens"),
-        {"drafter": ("draft_vocab_size",), "data": ("vocabulary_rows",)},
+        {"drafter": ("draft_vocab_size",), "data": ("vocabulary_rows",), "training": ("start",)},
         _vocabulary_files,
         lambda r: f"top{r.drafter.draft_vocab_size}",
     ),
@@ -199,7 +208,7 @@ STAGES: tuple[Stage, ...] = (
         "torchspec_core.training.stage:build",
         ("target", "tokens", "vocabulary", "states"),
         {"drafter": None, "training": None, "store": None, "run": ("seed", "threads")},
-        _no_files,
+        _start_files,
         lambda r: f"{r.drafter.kind}-{r.drafter.attention}-{r.training.optimizer}-lr{r.training.lr:g}",
     ),
     Stage(

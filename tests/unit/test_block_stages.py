@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.unit.test_evaluation_stage import write_target
 from tests.unit.test_training_loop import SETTINGS, SIZE, VOCABULARY, Samples, teacher
 from torchspec_core.capture import states
 from torchspec_core.config.schema import Recipe
-from torchspec_core.data import tokens
+from torchspec_core.data import tokens, vocabulary
 from torchspec_core.drafters.dflash import BlockConfig, BlockDrafter, init_blocks
 from torchspec_core.drafters.slots import Tables
 from torchspec_core.errors import UserError
@@ -192,6 +192,58 @@ def test_losses_and_sampling_of_the_recipe_reach_the_drafter(
     validation = json.loads((tmp_path / "changed" / "validation.json").read_text())
     assert 1.0 < validation["estimated_acceptance_length_tv"] <= 1 + K
     assert validation.get("kept_mass", 1.0) == pytest.approx(1.0, abs=1e-5)  # the whole vocabulary is kept
+
+
+def train_from(start: Path | None, kind: str, inputs: dict[str, Path], folder: Path, **drafter: Any) -> Path:
+    """A drafter stage; from `start` with steps too small to change a weight. Returns its folder."""
+    values = recipe(kind, read_facts(inputs["target"]).vocab_size)
+    training = {**values["training"], "start": None if start is None else str(start)}
+    training |= {"lr": 1e-30, "weight_decay": 0.0} if start else {"epochs": 0.5}
+    chosen = {**values, "training": training, "drafter": {**values["drafter"], "selector_codebook": "free", **drafter}}
+    need = {part: inputs[part] for part in ("target", "tokens", "vocabulary", "states")}
+    stage.build(local_job(folder, need, chosen, chosen))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["eagle3", *KINDS])
+def test_training_goes_on_from_an_exported_drafter(kind: str, inputs: dict[str, Path], tmp_path: Path) -> None:
+    first = train_from(None, kind, inputs, tmp_path / "first")
+    need = {"target": inputs["target"], "vocabulary": inputs["vocabulary"], "drafter": first}
+    checkpoint.build(local_job(tmp_path / "export", need))
+    again = train_from(tmp_path / "export", kind, inputs, tmp_path / "again")
+    before, after = (load_file(folder / "drafter.safetensors") for folder in (first, again))
+    assert before.keys() == after.keys()
+    for name, weight in after.items():
+        torch.testing.assert_close(weight, before[name], rtol=2**-8, atol=0)  # the export is in the target's bf16
+    kinds = {"eagle3": "dflash", "dflash": "dspark", "dflash2": "dflash", "dspark": "dflash2"}
+    with pytest.raises(UserError, match=f"kind {kind}, drafter.kind is {kinds[kind]}"):
+        train_from(tmp_path / "export", kinds[kind], inputs, tmp_path / "other")
+    with pytest.raises(UserError, match=r"intermediate_size \d+ there and 24 here"):
+        train_from(tmp_path / "export", kind, inputs, tmp_path / "wide", intermediate_size=24)
+
+
+def test_a_warm_start_keeps_the_draft_vocabulary(inputs: dict[str, Path], tmp_path: Path) -> None:
+    size = read_facts(inputs["target"]).vocab_size
+    kept = np.arange(0, size, 3)
+    (tmp_path / "export").mkdir()
+    offsets = torch.from_numpy(kept - np.arange(len(kept)))
+    save_file({"d2t": offsets}, tmp_path / "export" / "model.safetensors")
+
+    def build(name: str, draft_size: int) -> Path:
+        params = {
+            "drafter": {"draft_vocab_size": draft_size}, "data": {"vocabulary_rows": 100},
+            "training": {"start": str(tmp_path / "export")},
+        }  # fmt: skip
+        vocabulary.build(local_job(tmp_path / name, inputs, params))
+        return tmp_path / name
+
+    out = build("same", len(kept))
+    assert np.flatnonzero(np.load(out / "t2d.npy")).tolist() == kept.tolist()
+    with pytest.raises(UserError, match=f"drafts {len(kept)} tokens, drafter.draft_vocab_size is 64"):
+        build("other", 64)
+    (tmp_path / "export" / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(UserError, match=r"training.start: .*model.safetensors cannot be read"):
+        build("broken", len(kept))
 
 
 @pytest.mark.parametrize("kind", ["dflash2", "dspark"])

@@ -85,6 +85,7 @@ SIDES = {
     "drafter.selector_top_k": "identity",
     "drafter.selector_codebook": "identity",
     "drafter.markov_rank": "identity",
+    "training.start": "identity",
     "training.ttt_length": "identity",
     "training.depth_decay": "identity",
     "training.anchors": "identity",

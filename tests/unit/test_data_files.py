@@ -12,8 +12,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.tiny_chat import chat, write_jsonl
+from torchspec_core.data import blocks as scan
 from torchspec_core.data import files, packages
-from torchspec_core.data.files import Block, Span, blocks, data_files, joined, layout_of, read_span, unpack
+from torchspec_core.data.blocks import Block, blocks
+from torchspec_core.data.files import Span, data_files, joined, layout_of, read_span, unpack
 from torchspec_core.data.jsonstream import Record
 from torchspec_core.data.messages import Message, parse_row
 from torchspec_core.data.sources import Conversation, read_conversations
@@ -91,7 +93,7 @@ def test_rows_are_the_same_from_every_format(tmp_path: Path, name: str) -> None:
 def test_blocks_are_the_lines_that_are_not_blank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: bytes, piece: int
 ) -> None:
-    monkeypatch.setattr(files, "_PIECE", piece)
+    monkeypatch.setattr(scan, "PIECE", piece)
     (tmp_path / "a.jsonl").write_bytes(text)
     wanted, start = [], 0
     for row, line in enumerate(filter(None, lines_of(text)), start=1):

@@ -181,7 +181,7 @@ def test_golden_bytes_of_the_stages(tmp_path: Path) -> None:
     tokens.build(job)
     shards = sorted(job.workspace.path.glob("*.arrow"))
     content = [pa.ipc.open_file(str(path)).read_all().to_pylist() for path in shards]
-    params = {"drafter": {"draft_vocab_size": 30}, "data": {"vocabulary_rows": 0}}
+    params = {"drafter": {"draft_vocab_size": 30}, "data": {"vocabulary_rows": 0}, "training": {"start": None}}
     out = local_job(tmp_path / "vocabulary", {**job.inputs, "tokens": job.workspace.path}, params)
     vocabulary.build(out)
     content.append([np.load(path).tolist() for path in sorted(out.workspace.path.glob("*.npy"))])
@@ -226,7 +226,7 @@ def test_vocabulary_stage(tmp_path: Path) -> None:
     job = make_job(tmp_path, rows)
     tokens.build(job)
     for size in (3, 10_000):
-        params = {"drafter": {"draft_vocab_size": size}, "data": {"vocabulary_rows": 0}}
+        params = {"drafter": {"draft_vocab_size": size}, "data": {"vocabulary_rows": 0}, "training": {"start": None}}
         out = local_job(tmp_path / f"vocabulary{size}", {**job.inputs, "tokens": job.workspace.path}, params)
         vocabulary.build(out)
         d2t, t2d, counts = (np.load(out.workspace.path / f"{name}.npy") for name in ("d2t", "t2d", "counts"))

@@ -216,6 +216,14 @@ class DrafterSection(Section):
 class TrainingSection(Section):
     """The optimiser, the batches, the schedule."""
 
+    start: str | None = Identity(
+        None,
+        neutral=True,
+        description=(
+            "Go on from an exported drafter of the same kind and shape: its folder. The draft vocabulary is its own "
+            "too; `drafter.init` does nothing then."
+        ),
+    )
     ttt_length: int = Identity(3, gt=0, le=16, description="Depths of the training-time test.")
     depth_decay: float = Identity(0.8, gt=0.0, le=1.0, description="Weight of depth d is depth_decay**d.")
     anchors: int | None = Identity(

@@ -1,8 +1,8 @@
 """Files of rows, whatever their format: JSON lines, JSON, Parquet, Arrow, plain or compressed, or a folder of them.
 
-Two ways in. `read_file` streams every row. For parallel work the parent asks `blocks` where the rows are and a worker
-reads its own span with `read_span`: byte ranges of JSON, row ranges of Parquet and Arrow. Compressed text has no
-places to jump to, so it is unpacked once, in pieces, before blocks are asked for. Nothing holds a whole file.
+Two ways in. `read_file` streams every row. For parallel work the parent finds where the rows are (`blocks`) and a
+worker reads its own span with `read_span`: byte ranges of JSON, row ranges of Parquet and Arrow. Compressed text has no
+places to jump to, so it is unpacked once, in pieces, before that. Nothing holds a whole file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,8 @@ import functools
 import io
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from torchspec_core.data.jsonstream import DECODING, Broken, Record, read_collection, read_lines, read_range
 from torchspec_core.errors import UserError
@@ -26,7 +22,7 @@ COMPRESSED = (".gz", ".zst")
 SUFFIXES: dict[str, Layout] = {
     ".jsonl": "lines", ".ndjson": "lines", ".json": "collection", ".parquet": "parquet", ".arrow": "arrow",
 }  # fmt: skip
-_PIECE = 1 << 22
+PIECE = 1 << 22
 
 
 class Span(NamedTuple):
@@ -35,22 +31,6 @@ class Span(NamedTuple):
     row: int
     start: int
     end: int
-
-
-@dataclass(frozen=True)
-class Block:
-    """Neighbouring rows from the 1-based number `row` on; row i of it is [bounds[i], bounds[i + 1]), as in a `Span`."""
-
-    row: int
-    bounds: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.bounds) - 1
-
-    def split(self, rows: int) -> tuple[Span, Block]:
-        """The first `rows` rows, at least one and at most all, and what is left."""
-        head = Span(self.row, int(self.bounds[0]), int(self.bounds[rows]))
-        return head, Block(self.row + rows, self.bounds[rows:])
 
 
 def bare_suffix(path: Path) -> str:
@@ -67,7 +47,7 @@ def open_text(path: Path) -> BinaryIO:
     if path.suffix == ".zst":
         import pyarrow as pa
 
-        return io.BufferedReader(pa.CompressedInputStream(str(path), "zstd"), _PIECE)
+        return io.BufferedReader(pa.CompressedInputStream(str(path), "zstd"), PIECE)
     return path.open("rb")
 
 
@@ -79,7 +59,7 @@ def layout_of(path: Path) -> Layout:
         raise UserError(f"{path} is of no known format: give a file that ends in {known} (.gz, .zst), or a folder")
     if layout == "collection":
         with open_text(path) as file:
-            head = file.read(_PIECE).lstrip(b"\xef\xbb\xbf \t\r\n")
+            head = file.read(PIECE).lstrip(b"\xef\xbb\xbf \t\r\n")
         if head[:1] == b"{":
             try:
                 first = json.loads(head.split(b"\n", 1)[0])
@@ -166,7 +146,7 @@ def _table_rows(path: Path, layout: Layout, start: int, end: int) -> Iterator[Re
                 first += 1
 
 
-def _table_length(path: Path, layout: Layout) -> int:
+def table_length(path: Path, layout: Layout) -> int:
     return _arrow(path).num_rows if layout == "arrow" else _parquet(path).metadata.num_rows
 
 
@@ -177,7 +157,7 @@ def read_file(path: Path, layout: Layout) -> Iterator[Record | Broken]:
     elif layout == "collection":
         yield from read_collection(path, open_text)
     else:
-        yield from _table_rows(path, layout, 0, _table_length(path, layout))
+        yield from _table_rows(path, layout, 0, table_length(path, layout))
 
 
 def unpack(path: Path, folder: Path) -> Path:
@@ -189,54 +169,10 @@ def unpack(path: Path, folder: Path) -> Path:
     if not out.is_file():
         draft = out.with_name(out.name + ".part")
         with open_text(path) as source, draft.open("wb") as sink:
-            while piece := source.read(_PIECE):
+            while piece := source.read(PIECE):
                 sink.write(piece)
         draft.rename(out)
     return out
-
-
-_NEWLINE = ord("\n")
-_BLANK = np.frombuffer(b" \t\n\r\x0b\f", np.uint8)
-
-
-def _lines(path: Path) -> Iterator[Block]:
-    """The lines that are not blank, found a piece at a time without a step of Python for each."""
-    start, row, tail = 0, 1, b""
-    with path.open("rb") as file:
-        while piece := file.read(_PIECE):
-            data = tail + piece
-            ends = np.flatnonzero(np.frombuffer(data, np.uint8) == _NEWLINE) + 1
-            tail = data[ends[-1] :] if len(ends) else data
-            if len(ends):
-                yield from _filled(data, np.concatenate([[0], ends]), start, row)
-                start, row = start + int(ends[-1]), row + len(ends)
-    if tail:
-        yield from _filled(tail, np.array([0, len(tail)]), start, row)
-
-
-def _filled(data: bytes, bounds: NDArray[np.int64], start: int, row: int) -> Iterator[Block]:
-    """Blocks of the lines that are not blank; `start` and `row` are where `data` begins in its file."""
-    # A line that is not blank seldom begins with a space: only those that do are looked at.
-    doubtful = np.flatnonzero(np.isin(np.frombuffer(data, np.uint8)[bounds[:-1]], _BLANK)).tolist()
-    at = 0
-    for line in [n for n in doubtful if data[bounds[n] : bounds[n + 1]].isspace()] + [len(bounds) - 1]:
-        if line > at:
-            yield Block(row + at, start + bounds[at : line + 1])
-        at = line + 1
-
-
-def blocks(path: Path, layout: Layout) -> Iterator[Block | Broken]:
-    """Where the rows of a plain file are; `Broken` where a JSON array cannot be read on."""
-    if layout == "lines":
-        yield from _lines(path)
-    elif layout == "collection":
-        for record in read_collection(path, open_text):
-            if isinstance(record, Broken):
-                yield record
-            else:
-                yield Block(record.row, np.array([record.start, record.end]))
-    else:
-        yield Block(1, np.arange(_table_length(path, layout) + 1))
 
 
 def joined(found: list[Span], layout: Layout) -> tuple[Span, ...]:

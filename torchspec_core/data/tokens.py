@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchspec_core.data import files
+from torchspec_core.data.blocks import Block, blocks
 from torchspec_core.data.cluster import run_shards
-from torchspec_core.data.files import Block, Layout, Span
+from torchspec_core.data.files import Layout, Span
 from torchspec_core.data.jsonstream import Broken
 from torchspec_core.data.prompts import check_rejected
 from torchspec_core.data.render import load_renderer, target_vocab_size
@@ -50,7 +51,7 @@ LENGTH_BINS = 24
 
 def _answer_rows(folder: Path) -> Iterator[tuple[Place, Block]]:
     for path in sorted(folder.glob("answers-*.jsonl")):
-        for block in files.blocks(path, "lines"):
+        for block in blocks(path, "lines"):
             if isinstance(block, Block):
                 yield (ANSWERS, path.name, path, "lines"), block
 
@@ -62,7 +63,7 @@ def _conversation_rows(
     left = source["rows"]
     for file in source_files(source["name"], source.get("path")):
         plain = files.unpack(file.path, unpacked)
-        found = files.blocks(plain, file.layout)
+        found = blocks(plain, file.layout)
         while left and (block := next(found, None)) is not None:
             if isinstance(block, Broken):
                 left -= 1

@@ -4,6 +4,8 @@ A drafter with a small head is faster, but can never propose a token that its vo
 of a small run do not cover the tail of the distribution, so they are counted together with the answers of raw
 conversations: the on-policy counts are scaled to the raw total, so both weigh the same and the raw ones order what
 on-policy text lacks. Tokens that end a turn, and special tokens that occur in supervised text, are always in.
+
+Training that goes on from an exported drafter keeps that drafter's vocabulary.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
 from torchspec_core.data.overlap import OverlapIndex
@@ -24,6 +27,7 @@ from torchspec_core.data.prompts import prompt_of
 from torchspec_core.data.render import eos_token_ids, load_tokenizer, target_vocab_size
 from torchspec_core.data.sources import Conversation, read_conversations
 from torchspec_core.data.tokenset import TokenSet
+from torchspec_core.errors import UserError
 
 if TYPE_CHECKING:
     from torchspec_core.stages.job import Job
@@ -88,6 +92,19 @@ def coverage(counts: Counts, kept: Counts) -> float:
     return float(counts[kept].sum() / max(1, int(counts.sum())))
 
 
+def exported(folder: Path, vocab_size: int) -> Counts:
+    """The ids that the drafter of an exported folder drafts, ascending int64. Raises `UserError` for no such folder."""
+    weights = folder / "model.safetensors"
+    try:
+        with safe_open(weights, framework="np") as file:
+            offsets = file.get_tensor("d2t").astype(np.int64) if "d2t" in file.keys() else None
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"training.start: {weights} cannot be read ({error}); name a folder of the export stage"
+        ) from error
+    return np.arange(vocab_size, dtype=np.int64) if offsets is None else offsets + np.arange(len(offsets))
+
+
 def _always(on_policy: Counts, eos: Iterable[int], tokenizer: Tokenizer) -> list[int]:
     special = [i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special and i < len(on_policy)]
     return sorted({*eos, *(i for i in special if on_policy[i])})
@@ -124,15 +141,25 @@ def build(job: Job) -> None:
     even, odd = count_supervised(TokenSet(job.inputs["tokens"]), vocab_size)
     on_policy = even + odd
     always = _always(on_policy, eos_token_ids(target, tokenizer), tokenizer)
-    rows = job.params["data"]["vocabulary_rows"] if size < vocab_size else 0
+    start = job.params["training"]["start"]
+    rows = job.params["data"]["vocabulary_rows"] if size < vocab_size and start is None else 0
     raw = _count_raw(job, rows, tokenizer, vocab_size)
-    kept = choose(on_policy, raw, size, always)
+    if start is None:
+        kept = choose(on_policy, raw, size, always)
+    else:
+        kept = exported(Path(start).expanduser(), vocab_size)
+        if len(kept) != size or kept[-1] >= vocab_size:
+            raise UserError(
+                f"the drafter of training.start={start} drafts {len(kept)} tokens, drafter.draft_vocab_size is {size} "
+                f"of the target's {vocab_size}: make them agree or leave training.start out"
+            )
     d2t, t2d = maps(kept, vocab_size)
     for name, values in (("d2t.npy", d2t), ("t2d.npy", t2d), ("counts.npy", on_policy)):
         with job.workspace.shard(name) as path, path.open("wb") as file:
             np.save(file, values)
-    halves = ((even, odd), (odd, even))
-    unseen = sum(coverage(test, choose(rest, raw, size, always)) * int(test.sum()) for rest, test in halves)
+    # A vocabulary that is taken over was chosen without any of these samples.
+    pairs = [(kept, on_policy)] if start else [(choose(a, raw, size, always), b) for a, b in ((even, odd), (odd, even))]
+    unseen = sum(coverage(counts, chosen) * int(counts.sum()) for chosen, counts in pairs)
     job.workspace.record(
         rows=size, vocab_size=vocab_size, supervised=int(on_policy.sum()), distinct=int(np.count_nonzero(on_policy)),
         raw_tokens=int(raw.sum()), coverage=coverage(on_policy, kept),

@@ -199,6 +199,11 @@ def load_drafter(
     return drafter, d2t, t2d
 
 
+def load_eagle3(folder: Path, dtype: str, target: TargetFacts | None = None) -> Eagle3Drafter:
+    """The drafter of `load_drafter` alone."""
+    return load_drafter(folder, dtype, target)[0]
+
+
 def drafter_config(values: Mapping[str, Any], where: str = CONFIG) -> Eagle3Config:
     """The drafter's shape from an exported `config.json`; layer ids back to canonical."""
     architecture = str((values.get("architectures") or ["(none)"])[0])

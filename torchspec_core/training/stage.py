@@ -34,6 +34,7 @@ from torchspec_core.training.memory import keep_freed_memory
 from torchspec_core.training.method import Method, Setup
 from torchspec_core.training.optimizer import OptimizerSettings
 from torchspec_core.training.plan import PlannedStep, plan_epoch, plan_steps
+from torchspec_core.training.start import warm_start
 
 _log = logging.getLogger("torchspec.training")
 _HELD_OUT_EACH, _HELD_OUT_MOST = 32, 64
@@ -123,7 +124,10 @@ def prepare(job: Job) -> Prepared:
     source, held = _samples(job, facts)
     embedding = load_embedding(job.inputs["target"], settings.dtype)
     setup = Setup(job.params["drafter"], training, seed, facts, tuple(source.states.layers[:-1]), embedding, head, kept)
-    method: Method = KINDS[job.params["drafter"]["kind"]].part("training")(setup)
+    kind = KINDS[job.params["drafter"]["kind"]]
+    method: Method = kind.part("training")(setup)
+    if training["start"] is not None:
+        warm_start(method.drafter, method.config, kind, Path(training["start"]).expanduser(), facts)
     plan = plan_steps(source.lengths, seed, training["epochs"], training["tokens_per_step"], training["batching"])
     return Prepared(settings, source, held, method, plan)
 
