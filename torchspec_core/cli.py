@@ -30,7 +30,8 @@ def _duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
 
 
-def _size(count: float) -> str:
+def size_text(count: float) -> str:
+    """Bytes in words."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -53,7 +54,7 @@ def progress_line(event: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-class _Terminal:
+class Terminal:
     """Shows progress in place on a terminal, or one line every ten seconds in a log."""
 
     def __init__(self, stage: str) -> None:
@@ -75,10 +76,12 @@ class _Terminal:
         print(f"  {self.stage:<10}  waiting for {holder.describe()}, which makes or reads the same", flush=True)
 
     def finish(self, ref: StageRef) -> None:
+        """Say what became of the stage."""
         if self.live:
             print("\r\x1b[2K", end="")
         state = "cached" if ref.cached else f"done in {_duration(time.monotonic() - self.started)}"
-        print(f"  {self.stage:<10}  {state:<16} {ref.rows:>9,} rows  {_size(ref.bytes):>9}  {ref.key[:12]}", flush=True)
+        size = size_text(ref.bytes)
+        print(f"  {self.stage:<10}  {state:<16} {ref.rows:>9,} rows  {size:>9}  {ref.key[:12]}", flush=True)
 
 
 def _load(args: argparse.Namespace) -> LoadedRecipe:
@@ -91,7 +94,7 @@ def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage], store: Sta
     for entry in planned:
         expected = store.plan(entry.spec)
         size = sizes.get(entry.name, expected.bytes)
-        parts = [] if size is None else [_size(size)]
+        parts = [] if size is None else [size_text(size)]
         if not entry.lookup.hit:
             parts = [f"about {part}" for part in parts]
             parts += [] if expected.seconds is None else [f"{_duration(expected.seconds)} last time"]
@@ -120,7 +123,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{args.recipe}: {len(names)} stages, results in {store.root}", flush=True)
     ref = None
     for name in names[: names.index(args.until) + 1] if args.until else names:
-        terminal = _Terminal(name)
+        terminal = Terminal(name)
         refresh = name in args.refresh
         ref = run_stage(name, loaded.recipe, store, on_progress=terminal, refresh=refresh, on_wait=terminal.wait)
         terminal.finish(ref)
@@ -143,7 +146,7 @@ def _profile(args: argparse.Namespace) -> int:
     entry = next(e for e in plan(loaded.recipe, store) if e.name == "drafter")
     inputs = {}
     for name in STAGE_NAMES[: STAGE_NAMES.index("drafter")]:
-        terminal = _Terminal(name)
+        terminal = Terminal(name)
         ref = run_stage(name, loaded.recipe, store, on_progress=terminal, on_wait=terminal.wait)
         terminal.finish(ref)
         inputs[name] = Path(ref.path)
@@ -176,9 +179,8 @@ def _cache_ls(args: argparse.Namespace) -> int:
         print(f"{store.root} holds no stage")
     for entry in entries:
         state = "sealed" if entry.sealed else "unfinished"
-        print(
-            f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {_size(entry.bytes):>9}  {entry.created}  {entry.path}"
-        )
+        size = size_text(entry.bytes)
+        print(f"{entry.stage:<10}  {entry.key[:12]}  {state:<10}  {size:>9}  {entry.created}  {entry.path}")
     return 0
 
 
@@ -195,16 +197,16 @@ def _cache_explain(args: argparse.Namespace) -> int:
 
 def _cache_rm(args: argparse.Namespace) -> int:
     removed = _cache_store(args).rm(args.stage, args.key)
-    print(f"removed {removed.path} ({_size(removed.bytes)})")
+    print(f"removed {removed.path} ({size_text(removed.bytes)})")
     return 0
 
 
 def _cache_gc(args: argparse.Namespace) -> int:
     doomed = _cache_store(args).gc(keep=args.keep, dry_run=not args.delete)
     for entry in doomed:
-        print(f"{entry.stage:<10}  {entry.key[:12]}  {_size(entry.bytes):>9}  {entry.path}")
+        print(f"{entry.stage:<10}  {entry.key[:12]}  {size_text(entry.bytes):>9}  {entry.path}")
     verb = "removed" if args.delete else "would remove (add --delete to do it)"
-    print(f"{verb}: {len(doomed)} folders, {_size(sum(entry.bytes for entry in doomed))}")
+    print(f"{verb}: {len(doomed)} folders, {size_text(sum(entry.bytes for entry in doomed))}")
     return 0
 
 
@@ -326,17 +328,10 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if all(row.ok or not row.needed for row in rows) else 1
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = _parser()
-    args, rest = parser.parse_known_args(argv)
-    # argparse stops collecting overrides at the first option, but people write them on either side of it
-    if rest and ("overrides" not in args or any(item.startswith("-") or "=" not in item for item in rest)):
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        args.overrides = [*args.overrides, *rest]
+def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """Run a command line; what goes wrong becomes one sentence and an exit code."""
     try:
-        return int(args.handler(args))
+        return command(argv)
     except UserError as error:
         print(f"torchspec: {error}", file=sys.stderr)
         return 2
@@ -350,3 +345,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = str(error) or "interrupted; run the same command again and it goes on where it stopped"
         print(f"\ntorchspec: {said}", file=sys.stderr)
         return 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse stops collecting overrides at the first option, but people write them on either side of it
+    if rest and ("overrides" not in args or any(item.startswith("-") or "=" not in item for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return run_command(lambda _: int(args.handler(args)), ())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +242,8 @@ STAGES: tuple[Stage, ...] = (
 """Every stage, in the order it runs."""
 
 STAGE_NAMES: tuple[str, ...] = tuple(stage.name for stage in STAGES)
+OFFLINE_STAGES = ("target", "prompts", "answers", "tokens", "states")
+"""What `torchspec_core.offline.generate` leaves for training elsewhere; the last of them is what it is for."""
 
 
 def _select(recipe: Recipe, reads: Fields, part: Callable[[Section], Mapping[str, Any]]) -> dict[str, Any]:
@@ -276,11 +278,34 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
             inputs={name: keys[name] for name in stage.inputs},
         )
         keys[stage.name] = spec.key
-        planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), store.lookup(spec)))
+        lookup = store.lookup(spec)
+        if recipe.capture.engine == "offline" and stage.name in OFFLINE_STAGES and not lookup.hit:
+            lookup = _found_offline(recipe, spec, lookup, [entry.spec for entry in planned])
+        planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), lookup))
     facts = _facts(recipe, planned)
     if facts is not None:
         check_target(recipe, facts)
     return planned
+
+
+def _found_offline(recipe: Recipe, spec: StageSpec, miss: Lookup, before: Sequence[StageSpec]) -> Lookup:
+    """The stage in the folder of `capture.data_path`; states that are not there are an error, other stages can be
+    made."""
+    assert recipe.capture.data_path is not None
+    folder = Path(recipe.capture.data_path).expanduser()
+    if not folder.is_dir():
+        raise UserError(f"capture.data_path={folder} is no folder: generate the states first, or correct the path")
+    generated = StageStore(folder)
+    found = generated.lookup(spec)
+    if found.hit:
+        return replace(found, reason=f"in {folder}")
+    if spec.stage == OFFLINE_STAGES[-1]:
+        why = str(generated.explain(spec, known=before)).replace("\n", " ")
+        raise UserError(
+            f"capture.data_path={folder} holds no states for this recipe: {why}; generate them with it, or use the "
+            "recipe that they were generated with"
+        )
+    return miss
 
 
 def run_stage(
@@ -307,6 +332,8 @@ def run_stage(
                 f"stage {name} needs stage {needed}, which is not in {store.root} ({found.reason}); run it first"
             )
         inputs[needed] = Path(found.ref.path)
+    if entry.lookup.ref is not None and not refresh and not entry.lookup.ref.path.is_relative_to(store.root):
+        return entry.lookup.ref
     return run_stage_child(
         store,
         entry.spec,

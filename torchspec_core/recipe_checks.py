@@ -70,6 +70,7 @@ def check_fields(recipe: Recipe) -> None:
         "training.anchor_max_gap is for strided anchors: set training.anchors and training.anchor_sampling=strided, or "
         "leave it out",
     )
+    _check_capture(recipe)
     _check_objective(recipe)
     _check_forms(recipe.drafter)
     sets = recipe.evaluation.sets
@@ -84,6 +85,25 @@ def check_fields(recipe: Recipe) -> None:
     )
 
     _check_block(recipe)
+
+
+def _check_capture(recipe: Recipe) -> None:
+    """Fields of `capture` that only some engines read."""
+    capture = recipe.capture
+    _refuse(
+        capture.engine == "offline" and capture.data_path is None,
+        "capture.engine=offline needs capture.data_path: the folder that `python -m torchspec_core.offline.generate` "
+        "filled",
+    )
+    _refuse(
+        capture.engine != "offline" and capture.data_path is not None,
+        f"capture.data_path is for capture.engine=offline, not for {capture.engine}: set the engine or leave it out",
+    )
+    for name in ("pipeline_parallel", "tensor_parallel"):
+        _refuse(
+            capture.engine != "vllm" and getattr(capture, name) > 1,
+            f"capture.{name} is for capture.engine=vllm, not for {capture.engine}: set the engine or leave it out",
+        )
 
 
 def _check_objective(recipe: Recipe) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from torchspec_core.data import runs
 from torchspec_core.data.tokenset import INDEX_SCHEMA
-from torchspec_core.store.files import INDEX, shard_name, write_index
+from torchspec_core.store.files import INDEX, ShardFile, shard_name, write_index
 from torchspec_core.store.format import Layout, write_shard
 
 pytestmark = pytest.mark.faults
@@ -105,7 +105,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     layout = Layout((1, 3, 4, 7), SIZE, "bfloat16")
     states = [(i, torch.randn(4, n, SIZE, generator=generator).bfloat16()) for i, n in zip(names, lengths, strict=True)]
     entries = write_shard(root / "states" / shard_name(0), layout, states)
-    write_index(root / "states" / INDEX, layout, [entries])
+    write_index(root / "states" / INDEX, layout, [ShardFile(shard_name(0), layout.layers, entries)])
     return root
 
 

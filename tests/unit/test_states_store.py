@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 from torchspec_core.errors import UserError
 from torchspec_core.store import CorruptStatesError, Layout, StateSet
-from torchspec_core.store.files import INDEX, rebuild_index, shard_name, write_index
+from torchspec_core.store.files import INDEX, ShardFile, rebuild_index, shard_name, write_index
 from torchspec_core.store.format import write_shard
 
 LAYOUT = Layout((1, 3, 5), 8, "bfloat16")
@@ -23,8 +23,10 @@ def write_set(folder: Path, layout: Layout = LAYOUT) -> dict[str, torch.Tensor]:
     dtype = torch.bfloat16 if layout.dtype == "bfloat16" else torch.float32
     samples = {f"s{i}": states_of(3 + 2 * i, i, dtype) for i in range(7)}
     items = list(samples.items())
-    shards = [write_shard(folder / shard_name(n), layout, items[4 * n : 4 * n + 4]) for n in range(2)]
-    write_index(folder / INDEX, layout, shards)
+    names = [shard_name(n) for n in range(2)]
+    shards = [write_shard(folder / name, layout, items[4 * n : 4 * n + 4]) for n, name in enumerate(names)]
+    files = [ShardFile(name, layout.layers, entries) for name, entries in zip(names, shards, strict=True)]
+    write_index(folder / INDEX, layout, files)
     return samples
 
 
@@ -39,8 +41,49 @@ def test_round_trip_is_exact(tmp_path: Path, dtype: str) -> None:
         taken = states.get(name)
         assert list(taken) == [1, 3, 5]
         assert all(torch.equal(taken[layer], expected[place]) for place, layer in enumerate((1, 3, 5)))
-    assert torch.equal(states.block(6), samples["s6"])
+    assert torch.equal(torch.stack(list(states.get(6).values())), samples["s6"])
     assert states.verify() == []
+
+
+def write_parts(folder: Path) -> dict[str, torch.Tensor]:
+    """Two shards: the first written whole, the second by two stages, whose files hold other layers."""
+    samples = {f"s{i}": states_of(3 + 2 * i, i) for i in range(7)}
+    items = list(samples.items())
+    files = []
+    for name, places, part in (
+        (shard_name(0), (0, 1, 2), items[:4]),
+        (shard_name(1, 0, 2), (0,), items[4:]),
+        (shard_name(1, 1, 2), (1, 2), items[4:]),
+    ):
+        layout = Layout(tuple((1, 3, 5)[place] for place in places), 8, "bfloat16")
+        entries = write_shard(folder / name, layout, [(i, states[list(places)].contiguous()) for i, states in part])
+        files.append(ShardFile(name, layout.layers, entries))
+    write_index(folder / INDEX, LAYOUT, files)
+    return samples
+
+
+def test_a_shard_in_parts_is_read_as_one(tmp_path: Path) -> None:
+    samples = write_parts(tmp_path)
+    states = StateSet(tmp_path, verify="always")
+    assert states.ids == list(samples) and states.lengths.tolist() == [3, 5, 7, 9, 11, 13, 15]
+    for position, (name, expected) in enumerate(samples.items()):
+        for taken in (states.get(name), states.get(position)):
+            assert list(taken) == [1, 3, 5]
+            assert all(torch.equal(state, expected[place]) for place, state in enumerate(taken.values()))
+    before = (tmp_path / INDEX).read_bytes()
+    assert rebuild_index(tmp_path) == 7 and (tmp_path / INDEX).read_bytes() == before
+    flip(tmp_path / shard_name(1, 1, 2), 1)
+    (problem,) = StateSet(tmp_path).verify()
+    assert (problem.shard, problem.sample_id) == ("states-00001.2of2.safetensors", "s6")
+    with pytest.raises(CorruptStatesError, match=r"2of2.safetensors: the states of sample s6"):
+        StateSet(tmp_path, verify="always").get("s6")
+
+
+def test_an_index_wants_every_layer_of_every_sample(tmp_path: Path) -> None:
+    write_parts(tmp_path)
+    (tmp_path / shard_name(1, 0, 2)).unlink()
+    with pytest.raises(ValueError, match=r"sample s4 has layers \[3, 5\]"):
+        rebuild_index(tmp_path)
 
 
 def test_any_safetensors_reader_opens_a_shard(tmp_path: Path) -> None:
@@ -127,8 +170,8 @@ def test_what_does_not_fit_the_layout_is_not_written(tmp_path: Path) -> None:
 def test_tensors_outlive_the_set_and_the_set_travels_to_another_process(tmp_path: Path) -> None:
     samples = write_set(tmp_path)
     states = StateSet(tmp_path)
-    block = states.block("s2")
+    block = states.get("s2")[3]
     travelled = pickle.loads(pickle.dumps(states))
     del states
-    assert torch.equal(block, samples["s2"])
-    assert torch.equal(travelled.block("s2"), samples["s2"])
+    assert torch.equal(block, samples["s2"][1])
+    assert torch.equal(travelled.get("s2")[3], samples["s2"][1])

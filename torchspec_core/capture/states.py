@@ -1,26 +1,36 @@
 """Stage `states`: every token sample through the target once, its hidden states into shards.
 
-Shards are planned from the token lengths before anything runs, so an interrupted run skips the sealed ones and
-repeats at most one. Memory holds one shard and one batch. The index is rebuilt from the shards' own headers at the
-end.
+Shards are planned from the token lengths before anything runs, so an interrupted run skips the sealed ones. Which
+engine captures (`capture.engine`) does not move a sample to another shard. The index is rebuilt from the shards' own
+headers at the end.
+
+Several machines can capture a part of the shards each (`part` i of n: every n-th shard); the stage then takes over what
+they have sealed.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import shutil
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from torch import Tensor
 
-from torchspec_core.capture.plan import shard_plan, token_batches
+from torchspec_core.capture.plan import shard_plan
 from torchspec_core.capture.transformers_engine import TransformersCapture
+from torchspec_core.capture.work import CaptureWork, TargetEngine
 from torchspec_core.data.tokenset import TokenSet
-from torchspec_core.errors import StageError, UserError
+from torchspec_core.errors import UserError
+from torchspec_core.stages.disk import digest_file
 from torchspec_core.stages.job import Job
-from torchspec_core.store.files import INDEX, shard_name, write_index
-from torchspec_core.store.format import Entry, Layout, read_shard_entries, write_shard
+from torchspec_core.stages.manifest import MANIFEST
+from torchspec_core.stages.workspace import Workspace
+from torchspec_core.store.files import INDEX, write_index
+from torchspec_core.store.format import Layout
 from torchspec_core.targets.facts import captured_layers, read_facts
 
 _log = logging.getLogger("torchspec.capture")
@@ -33,41 +43,76 @@ def build(job: Job) -> None:
     Raises `StageError` naming the sample whose states are not finite, or when the engine fails its self-check.
     """
     capture, runtime = job.params["capture"], job.runtime["capture"]
-    target = job.inputs["target"]
-    facts = read_facts(target)
+    facts = read_facts(job.inputs["target"])
     layers = captured_layers(facts, capture["layers"])
     layout = Layout(layers, facts.hidden_size, capture["dtype"])
     tokens = TokenSet(job.inputs["tokens"])
     lengths = np.asarray(tokens.lengths)
     _check_lengths(lengths, facts.max_position_embeddings, runtime["token_budget"])
-    plan = shard_plan(lengths, layout.bytes_per_token, capture["shard_mib"] << 20)
+    part, parts = capture.get("part", (0, 1))
+    shards = shard_plan(lengths, layout.bytes_per_token, capture["shard_mib"] << 20)
+    plan = {number: rows for number, rows in enumerate(shards) if number % parts == part}
     job.workspace.expect(len(plan) + 1)
 
-    missing = [number for number in range(len(plan)) if job.workspace.done(shard_name(number)) is None]
-    total = int(lengths.sum())
-    done = total - sum(int(lengths[plan[number]].sum()) for number in missing)
-    padded = 0
-    if missing:
-        engine = TransformersCapture(target, layers, capture["dtype"], job.runtime["run"]["threads"])
-        engine.self_check([tokens.get(int(i)).input_ids for i in _check_rows(lengths)])
-        started = time.monotonic()
-        for number in missing:
-            done, padded = _write(job, engine, layout, tokens, plan[number], number, (done, total, padded))
-        captured = sum(int(lengths[plan[number]].sum()) for number in missing)
-        seconds = time.monotonic() - started
-        _log.info(
-            "captured %d tokens in %.1f s, %.0f tokens/s, %.1f%% padding",
-            captured,
-            seconds,
-            captured / seconds,
-            100 * (1 - captured / padded),
-        )
-        job.workspace.record(tokens_per_second=round(captured / seconds, 1), padding=round(1 - captured / padded, 4))
+    def report(done: int, total: int, message: str) -> None:
+        job.progress.update(done, total, unit="tokens", message=message)
+
+    take_over(job.workspace, [Path(folder) for folder in runtime.get("parts", ())])
+    work = CaptureWork(job.workspace, layout, tokens, plan, report)
+    if work.missing:
+        _capture(job, work)
     if job.workspace.done(INDEX) is None:
+        work.discard_leftovers()
         with job.workspace.shard(INDEX) as path:
-            rows = write_index(path, layout, [_entries(job, number) for number in range(len(plan))])
+            rows = write_index(path, layout, work.files())
             job.workspace.facts(INDEX, rows=rows)
-    job.workspace.record(rows=len(tokens), tokens=total, layers=",".join(map(str, layers)), final_state="prenorm")
+    samples = sum(len(rows) for rows in plan.values())
+    job.workspace.record(rows=samples, tokens=work.total, layers=",".join(map(str, layers)), final_state="prenorm")
+
+
+def take_over(workspace: Workspace, parts: Sequence[Path]) -> None:
+    """Link the sealed shards of other folders into the workspace, as far as it lacks them and their bytes are whole."""
+    for folder in parts:
+        files = json.loads((folder / MANIFEST).read_text())["files"]
+        for name in sorted(set(files) - {INDEX}):
+            if workspace.done(name) is not None:
+                continue
+            if digest_file(folder / name) != files[name]["blake2b"]:
+                _log.warning("%s is not what was sealed: its samples are captured again", folder / name)
+                continue
+            with workspace.shard(name) as path:
+                try:
+                    os.link(folder / name, path)
+                except OSError:  # another file system
+                    shutil.copyfile(folder / name, path)
+
+
+def _capture(job: Job, work: CaptureWork) -> None:
+    engine = _engine(job, work)
+    try:
+        engine.self_check([work.row(i).input_ids for i in _check_rows(work.lengths)])
+        started, before = time.monotonic(), work.done
+        facts = engine.capture(work)
+        seconds, captured = time.monotonic() - started, work.done - before
+    finally:
+        engine.close()
+    _log.info("captured %d tokens in %.1f s, %.0f tokens/s", captured, seconds, captured / seconds)
+    job.workspace.record(tokens_per_second=round(captured / seconds, 1), **facts)
+
+
+def _engine(job: Job, work: CaptureWork) -> TargetEngine:
+    target, layers = job.inputs["target"], work.layout.layers
+    runtime, threads = job.runtime["capture"], job.runtime["run"]["threads"]
+    if runtime["engine"] == "transformers":
+        return TransformersCapture(target, layers, work.layout.dtype, threads, runtime["token_budget"])
+    from torchspec_core.capture.vllm_engine import EngineSettings, VllmCapture
+
+    settings = EngineSettings(
+        pipeline_parallel=runtime["pipeline_parallel"], tensor_parallel=runtime["tensor_parallel"],
+        token_budget=runtime["token_budget"], outstanding=runtime["outstanding"], buffer_mib=runtime["buffer_mib"],
+        kv_cache_gib=runtime["kv_cache_gib"], threads=threads,
+    )  # fmt: skip
+    return VllmCapture(target, work, settings)
 
 
 def _check_lengths(lengths: np.ndarray, limit: int, token_budget: int) -> None:
@@ -90,47 +135,3 @@ def _check_rows(lengths: np.ndarray) -> list[int]:
     """A few rows of unequal length for the self-check: short ones, so that it stays cheap, and padding occurs."""
     order = np.argsort(lengths, kind="stable")
     return sorted({int(order[len(order) * part // 100]) for part in (5, 15, 25)})[:_CHECK_ROWS]
-
-
-def _entries(job: Job, number: int) -> list[Entry]:
-    return read_shard_entries(job.workspace.path / shard_name(number))[1]
-
-
-def _write(
-    job: Job,
-    engine: TransformersCapture,
-    layout: Layout,
-    tokens: TokenSet,
-    rows: np.ndarray,
-    number: int,
-    counts: tuple[int, int, int],
-) -> tuple[int, int]:
-    """Captures and seals one shard; returns the tokens done so far and the padded tokens computed so far."""
-    done, total, padded = counts
-    lengths = np.asarray(tokens.lengths)
-    name = shard_name(number)
-    samples: list[tuple[str, Tensor]] = []
-    for batch in token_batches(rows, lengths, job.runtime["capture"]["token_budget"]):
-        taken = [tokens.get(int(i)) for i in batch]
-        states = engine.states([row.input_ids for row in taken])
-        check_finite([row.sample_id for row in taken], states, engine.layers)
-        samples += [(row.sample_id, state) for row, state in zip(taken, states, strict=True)]
-        done += int(lengths[batch].sum())
-        padded += len(batch) * int(lengths[batch].max())
-        job.progress.update(done, total, unit="tokens", message=name)
-    with job.workspace.shard(name) as path:
-        write_shard(path, layout, samples)
-        job.workspace.facts(name, samples=len(samples), tokens=int(lengths[rows].sum()))
-    return done, padded
-
-
-def check_finite(sample_ids: Sequence[str], states: Sequence[Tensor], layers: tuple[int, ...]) -> None:
-    """Raises `StageError` naming the first sample and layer with a NaN or an infinity in `states[layers, T, H]`."""
-    for sample_id, state in zip(sample_ids, states, strict=True):
-        finite = state.isfinite().flatten(1).all(1)
-        if not finite.all():
-            layer = layers[int((~finite).nonzero()[0])]
-            raise StageError(
-                f"sample {sample_id}: the hidden state of layer {layer} holds NaN or infinity; "
-                f"set capture.dtype=float32, or look at this sample's tokens."
-            )

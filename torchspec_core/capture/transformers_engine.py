@@ -14,7 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchspec_core.capture.plan import token_batches
+from torchspec_core.capture.work import CaptureWork, check_finite
 from torchspec_core.errors import StageError
+from torchspec_core.store.files import shard_name
+from torchspec_core.store.format import write_shard
 from torchspec_core.targets.engine import TargetHead, load_head, load_model, residual_taps
 from torchspec_core.targets.facts import TargetFacts, hf_hidden_index, read_facts
 
@@ -30,7 +34,11 @@ def pad_batch(samples: Sequence[np.ndarray]) -> Tensor:
 class TransformersCapture:
     """A loaded target and the layers to take from it (canonical ids, auxiliary ones first, the final one last)."""
 
-    def __init__(self, folder: Path, layers: tuple[int, ...], dtype: str, threads: int = 0) -> None:
+    def __init__(
+        self, folder: Path, layers: tuple[int, ...], dtype: str, threads: int = 0, token_budget: int = 2048
+    ) -> None:
+        """token_budget: tokens of one forward pass, padding included."""
+        self.token_budget = token_budget
         self.facts: TargetFacts = read_facts(folder)
         self.layers = layers
         self.model: Any = load_model(folder, dtype, threads)
@@ -45,6 +53,27 @@ class TransformersCapture:
             torch.stack([taken[layer][row, : len(sample)] for layer in self.layers])
             for row, sample in enumerate(samples)
         ]
+
+    def capture(self, work: CaptureWork) -> dict[str, float | int | str]:
+        """Write the missing shards, one after the other; memory holds one shard and one batch."""
+        padded, before = 0, work.done
+        for number in work.missing:
+            rows, name = work.plan[number], shard_name(number)
+            samples: list[tuple[str, Tensor]] = []
+            for batch in token_batches(rows, work.lengths, self.token_budget):
+                taken = [work.row(i) for i in batch]
+                states = self.states([row.input_ids for row in taken])
+                check_finite([row.sample_id for row in taken], states, self.layers)
+                samples += [(row.sample_id, state) for row, state in zip(taken, states, strict=True)]
+                padded += len(batch) * int(work.lengths[batch].max())
+                work.advance(int(work.lengths[batch].sum()), name)
+            with work.workspace.shard(name) as path:
+                write_shard(path, work.layout, samples)
+                work.workspace.facts(name, samples=len(samples), tokens=int(work.lengths[rows].sum()))
+        return {"padding": round(1 - (work.done - before) / padded, 4)}
+
+    def close(self) -> None:
+        """Nothing is held beyond this object."""
 
     @torch.inference_mode()
     def self_check(self, samples: Sequence[np.ndarray]) -> None:

@@ -133,7 +133,16 @@ class AnswersSection(Section):
 class CaptureSection(Section):
     """Hidden states out of the target."""
 
-    engine: Literal["transformers"] = Runtime("transformers")
+    engine: Literal["transformers", "vllm", "offline"] = Runtime(
+        "transformers",
+        description=(
+            "Runs the target; states of one engine differ from another's in their last bits. `offline`: nothing runs, "
+            "the states are in `data_path`."
+        ),
+    )
+    data_path: str | None = Runtime(
+        None, description="Folder that `python -m torchspec_core.offline.generate` filled, for `offline`."
+    )
     layers: tuple[int, ...] | None = Identity(
         None,
         strict=False,
@@ -142,6 +151,13 @@ class CaptureSection(Section):
     dtype: Literal["bfloat16", "float32"] = Identity("bfloat16")
     token_budget: int = Runtime(2048, gt=0, description="Tokens in one forward pass, padding included.")
     shard_mib: int = Identity(64, gt=0)
+    pipeline_parallel: int = Runtime(1, gt=0, description="Stages of `vllm`; each writes the states of its own layers.")
+    tensor_parallel: int = Runtime(1, gt=0, description="Ranks of a stage of `vllm`; the first one writes.")
+    outstanding: int = Runtime(32, gt=0, description="Requests in `vllm` at once.")
+    buffer_mib: int = Runtime(
+        512, gt=0, description="States of `vllm` that are not written yet, over all stages; two shards at least."
+    )
+    kv_cache_gib: int = Runtime(1, gt=0, description="Of each rank of `vllm`.")
 
 
 class StoreSection(Section):

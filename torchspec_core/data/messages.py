@@ -17,6 +17,7 @@ ROLES = {
     "system": "system", "developer": "system", "user": "user", "human": "user", "assistant": "assistant",
     "gpt": "assistant", "function_call": "assistant", "tool": "tool", "observation": "tool", "function": "tool",
 }  # fmt: skip
+_SPEAKERS = {name: role for name, role in ROLES.items() if name != "function_call"}
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking", "thinking_content")
 TEXT_PARTS = ("text", "input_text", "output_text")
 DROPPED_MEDIA = ("image", "images", "audio", "audios", "video", "videos")
@@ -161,6 +162,10 @@ def _parts(parts: list[Any], number: int) -> tuple[str, str, tuple[tuple[str, st
 
 def _message(turn: object, number: int, role_key: str, text_key: str) -> Message:
     content: Any
+    if type(turn) is dict and len(turn) == 2:  # by far the most turns are a role and a text
+        role, content = turn.get(role_key), turn.get(text_key)
+        if type(content) is str and role in _SPEAKERS:
+            return Message(_SPEAKERS[role], content)
     if not isinstance(turn, Mapping) or role_key not in turn or (text_key not in turn and not turn.get("tool_calls")):
         raise BadRow(f"turn {number} has no `{role_key}` and `{text_key}`")
     role = turn[role_key]

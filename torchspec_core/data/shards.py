@@ -299,8 +299,15 @@ def write_shard(task: ShardTask) -> dict[str, int]:
 
 
 def read_index(path: Path) -> tuple[pa.Table, ShardCounts]:
-    """The small columns of a sealed shard (sample_id, length, supervised, domain, source), and its counts."""
+    """What the index needs of a sealed shard (sample_id, length, supervised), and its counts."""
     with pa.memory_map(str(path)) as file:
         reader = pa.ipc.open_file(file)
         counts = ShardCounts.from_json(json.loads(reader.schema.metadata[METADATA_KEY]))
-        return reader.read_all().select(["sample_id", "length", "supervised", "domain", "source"]), counts
+        return reader.read_all().select(["sample_id", "length", "supervised"]).combine_chunks(), counts
+
+
+def read_names(path: Path, row: int) -> tuple[str, str]:
+    """Domain and source of one row of a sealed shard."""
+    with pa.memory_map(str(path)) as file:
+        found = pa.ipc.open_file(file).read_all().select(["domain", "source"]).slice(row, 1).to_pylist()[0]
+        return found["domain"], found["source"]

@@ -14,12 +14,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from torchspec_core.data.messages import BadRow, Message
 
 # (content of a turn without text that calls tools, arguments as JSON text)
 _FORMS: tuple[tuple[str | None, bool], ...] = ((None, False), (None, True), ("", False), ("", True))
+_LOOP = frozenset({"first", "last", "index", "index0", "previtem", "nextitem"})
 _MISUSE = (TypeError, AttributeError, ValueError, KeyError)
 
 
@@ -50,6 +52,12 @@ class _Environment(ImmutableSandboxedEnvironment):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._verdicts: dict[tuple[type, str], bool] = {}
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """As the sandbox says; what a loop tells of itself is harmless."""
+        if type(obj) is LoopContext and attribute in _LOOP:
+            return getattr(obj, attribute)
+        return super().getattr(obj, attribute)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """As the sandbox says."""

@@ -8,6 +8,7 @@ sample that occurs twice is kept once. Conversations that repeat a held-out or b
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import logging
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from torchspec_core.data import files
@@ -29,7 +29,7 @@ from torchspec_core.data.files import Layout, Span
 from torchspec_core.data.jsonstream import Broken
 from torchspec_core.data.prompts import check_rejected
 from torchspec_core.data.render import load_renderer, target_vocab_size
-from torchspec_core.data.shards import ANSWERS, Rows, ShardCounts, ShardTask, read_index, write_shard
+from torchspec_core.data.shards import ANSWERS, Rows, ShardCounts, ShardTask, read_index, read_names, write_shard
 from torchspec_core.data.sources import FORMATS, Kind, Rejected, source_files
 from torchspec_core.data.tokenset import INDEX_FILE, INDEX_SCHEMA, TokenRow, TokenSet
 from torchspec_core.errors import UserError
@@ -134,9 +134,8 @@ class _Totals:
     reasons: dict[Kind, Counter[str]]
 
 
-def _uncount(total: ShardCounts, sample: dict[str, Any]) -> None:
+def _uncount(total: ShardCounts, key: str, sample: dict[str, Any]) -> None:
     """Take a repeated sample out of the counts; it stays in its shard, but the index does not name it."""
-    key = f"{sample['domain']}/{sample['source']}"
     total.rows -= 1
     total.samples[key] -= 1
     total.tokens[key] -= sample["length"]
@@ -144,12 +143,23 @@ def _uncount(total: ShardCounts, sample: dict[str, Any]) -> None:
 
 
 def _firsts(columns: list[pa.Array]) -> list[NDArray[np.bool_]]:
-    """For each column of ids, whether each value is the first of its kind over all columns in order."""
-    codes = pc.dictionary_encode(pa.chunked_array(columns, pa.string())).chunks
-    flat = np.concatenate([np.zeros(0, np.int32), *(chunk.indices.to_numpy() for chunk in codes)])
-    # Codes are given out in the order of first appearance, so a first one is larger than all before it.
-    before = np.maximum.accumulate(np.concatenate([[-1], flat]))[:-1]
-    return np.split(flat > before, np.cumsum([len(column) for column in columns])[:-1])
+    """For each column of ids, whether each value is the first of its kind over all columns in order.
+
+    Only 16 bytes of each id are held, its digest: a million ids take 16 MB, and two that differ and have the same
+    digest will not be met.
+    """
+    flat = np.concatenate([np.zeros((0, 2), np.uint64), *map(_digests, columns)])
+    order = np.lexsort(flat.T)  # stable: of equal ones the first comes first
+    ordered = flat[order]
+    first = np.ones(len(flat), dtype=np.bool_)
+    first[order[1:]] = (ordered[1:] != ordered[:-1]).any(axis=1)
+    return np.split(first, np.cumsum([len(column) for column in columns])[:-1])
+
+
+def _digests(ids: pa.Array) -> NDArray[np.uint64]:
+    """[ids, 2] 16 bytes of each id."""
+    packed = b"".join(hashlib.blake2b(i.encode(), digest_size=16).digest() for i in ids.to_pylist())
+    return np.frombuffer(packed, np.uint64).reshape(-1, 2)
 
 
 def _index(job: Job, tasks: list[ShardTask], broken: list[Rejected]) -> tuple[pa.Table, _Totals]:
@@ -170,17 +180,16 @@ def _index(job: Job, tasks: list[ShardTask], broken: list[Rejected]) -> tuple[pa
                 leave_out(item)
             counts.left_out.clear()
             total.counts.add(counts)
-            tables.append(table.combine_chunks())
+            tables.append(table)
         parts = []
         columns = [pa.concat_arrays(table["sample_id"].chunks or [pa.array([], pa.string())]) for table in tables]
         for task, table, first in zip(tasks, tables, _firsts(columns), strict=True):
             for row in np.flatnonzero(~first).tolist():
-                sample = table.slice(row, 1).to_pylist()[0]
-                _uncount(total.counts, sample)
-                where = f"{DUPLICATE}: row {row} of {task.file}"
-                leave_out(Rejected(sample["source"], 0, where, "filtered"), DUPLICATE)
+                domain, source = read_names(job.workspace.path / task.file, row)
+                _uncount(total.counts, f"{domain}/{source}", table.slice(row, 1).to_pylist()[0])
+                leave_out(Rejected(source, 0, f"{DUPLICATE}: row {row} of {task.file}", "filtered"), DUPLICATE)
             kept = np.flatnonzero(first).astype(np.int32)
-            small = table.take(pa.array(kept))
+            small = table if first.all() else table.take(pa.array(kept))
             shard = pa.array(np.full(len(kept), task.number, dtype=np.int32))
             parts.append(pa.Table.from_arrays(
                 [small["sample_id"], shard, pa.array(kept), small["length"], small["supervised"]], schema=INDEX_SCHEMA

@@ -47,3 +47,20 @@ def step_breakdown(steps: Mapping[str, Mapping[str, float]]) -> str:
     axes.set_xlabel("ms a step")
     figure.legend(loc="outside upper left", ncols=len(phases))
     return svg(figure)
+
+
+@drawing
+def outstanding_curve(rates: Mapping[int, float], plain: float | None) -> str:
+    """Prefill throughput against the requests that the engine may hold at once; `plain`: that of the engine alone."""
+    figure, (axes,) = new_figure(6.4, 3.4)
+    counts = sorted(rates)
+    axes.plot(counts, [rates[count] for count in counts], color=COLORS[0], marker="o", label="with capture")
+    if plain is not None:
+        axes.axhline(plain, color=COLORS[-1], linestyle="--", label="vLLM alone, 32 requests")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("outstanding requests")
+    axes.set_ylabel("tokens/s")
+    figure.legend(loc="outside upper left", ncols=2)
+    return svg(figure)

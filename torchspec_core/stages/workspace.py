@@ -161,6 +161,18 @@ class Workspace:
         own = shard[name] if set(shard) == {name} else {"bytes": sum(facts["bytes"] for facts in shard.values())}
         return {**own, **self._facts.get(name, {})}
 
+    def recorded(self) -> set[str]:
+        """Names that the journal speaks of; whether they are whole is for `done` to say."""
+        self._refresh()
+        return set(self._shards)
+
+    def discard(self, name: str) -> None:
+        """Forget a sealed file and delete it: something else stands in its place."""
+        name = _check_name(name)
+        with disk_errors(self.path):
+            self._forget(name)
+            (self.path / name).unlink(missing_ok=True)
+
     def facts(self, name: str, **facts: float | int | str) -> None:
         """Small facts of a shard (rows, tokens). Inside its block they are recorded with it, in one write; else after
         it."""

