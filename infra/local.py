@@ -1,9 +1,10 @@
-"""Prefect on this machine: `python -m infra.local up | deploy | demo [DEPLOYMENT] | follow RUN | status | stop`.
+"""Services on this machine: `python -m infra.local up | deploy | demo [DEPLOYMENT] | follow RUN | s3 | mooncake |
+status | stop`.
 
 `demo` starts what is missing (server, worker), deploys what has changed, starts the deployment
 (`train-drafter/quickstart` unless another is named), follows it here, and ends with the address of the run in the UI
 and, as its last line, the path of the report. Ctrl-C stops only the following. Exit codes: 0 done, 1 the run failed,
-2 a mistake to mend, 130 interrupted.
+2 a mistake to mend, 130 interrupted. `s3` and `mooncake` start a server for hidden states and print its address.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infra import services
+from infra import services, stores
 from infra.services import Place
 from torchspec_core.errors import StageError, UserError
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, Log
 
 DEMO = "train-drafter/quickstart"
+_STORES = {"s3": stores.start_s3, "mooncake": stores.start_mooncake}
 
 
 def _say(text: str = "") -> None:
@@ -151,9 +154,24 @@ def _follow_id(run_id: str) -> int:
     return _follow(place, run)
 
 
+def _home() -> Path:
+    return Path(os.environ.get("TORCHSPEC_HOME") or services.ROOT / ".torchspec")
+
+
+def _store(start: Callable[[Path], stores.Server]) -> int:
+    """Start a server for hidden states and say how to use it."""
+    server = start(_home())
+    _say(f"process {server.pid}, log {server.log}")
+    for name, value in server.environment.items():
+        if name not in os.environ:
+            _say(f"export {name}={value}")
+    _say(f"store.url={server.url}")
+    return 0
+
+
 def _stop() -> int:
     ours = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
-    ended = services.stop(services.locate(ours))
+    ended = services.stop(services.locate(ours)) + stores.stop(_home())
     _say(f"stopped: {', '.join(ended)}" if ended else "nothing was running")
     return 0
 
@@ -168,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     run.add_argument("deployment", nargs="?", default=DEMO, help=f"default {DEMO}")
     run.add_argument("overrides", nargs="*", metavar="section.key=value", help="changes to the recipe")
     commands.add_parser("follow", help="follow a run in this terminal").add_argument("run")
+    commands.add_parser("s3", help="start an S3 server for hidden states, print its address")
+    commands.add_parser("mooncake", help="start a Mooncake master for hidden states, print its address")
     commands.add_parser("status", help="what runs, and where")
     commands.add_parser("stop", help="end what was started here")
     args = parser.parse_args(argv)
@@ -180,10 +200,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return demo(args.deployment, args.overrides)
         elif args.command == "follow":
             return _follow_id(args.run)
+        elif args.command in _STORES:
+            return _store(_STORES[args.command])
         elif args.command == "stop":
             return _stop()
         else:
-            for name, text in services.status(services.locate(os.environ)):
+            for name, text in [*services.status(services.locate(os.environ)), *stores.status(_home())]:
                 _say(f"{name:<15} {text}")
         return 0
     except UserError as error:

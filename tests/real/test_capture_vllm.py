@@ -19,7 +19,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from torchspec_core.capture import states as states_stage
 from torchspec_core.data.tokenset import INDEX_SCHEMA
 from torchspec_core.stages.job import local_job
-from torchspec_core.store import StateSet
+from torchspec_core.store.files import StateSet
 from torchspec_core.store.format import read_shard_entries
 from torchspec_core.targets.made import PACKAGE
 from torchspec_core.targets.source import build

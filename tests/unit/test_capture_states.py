@@ -13,8 +13,7 @@ from torchspec_core.capture.plan import shard_plan, token_batches
 from torchspec_core.capture.transformers_engine import TransformersCapture
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.stages.job import Job, local_job
-from torchspec_core.store import StateSet
-from torchspec_core.store.files import shard_name
+from torchspec_core.store.files import StateSet, shard_name
 from torchspec_core.targets.engine import load_embedding, load_head
 
 LAYERS = (0, 2, 3, 5)

@@ -8,9 +8,16 @@ import torch
 from safetensors import safe_open
 
 from torchspec_core.errors import UserError
-from torchspec_core.store import CorruptStatesError, Layout, StateSet
-from torchspec_core.store.files import INDEX, ShardFile, rebuild_index, shard_name, write_index
-from torchspec_core.store.format import write_shard
+from torchspec_core.store.files import (
+    INDEX,
+    CorruptStatesError,
+    ShardFile,
+    StateSet,
+    rebuild_index,
+    shard_name,
+    write_index,
+)
+from torchspec_core.store.format import Layout, write_shard
 
 LAYOUT = Layout((1, 3, 5), 8, "bfloat16")
 

@@ -37,6 +37,8 @@ _LIBRARIES = (
     "prefect",
     "pydantic",
     "mooncake-transfer-engine",
+    "mooncake-transfer-engine-non-cuda",
+    "s3fs",
 )
 
 

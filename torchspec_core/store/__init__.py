@@ -1,6 +1,6 @@
-"""Hidden states at rest. The file form: `StateSet` reads it, `capture` writes it."""
+"""Hidden states at rest and in transit.
 
-from torchspec_core.store.files import CorruptStatesError, Problem, StateSet
-from torchspec_core.store.format import Layout
-
-__all__ = ["CorruptStatesError", "Layout", "Problem", "StateSet"]
+At rest: `files` reads a folder of shards in the form of `format`. In transit, or at rest elsewhere: `protocol` says
+what a store of objects can do, `address` opens one by its URL. Import from the modules: most need neither torch nor a
+client of a server.
+"""
