@@ -24,7 +24,7 @@ from torchspec_core.store.format import read_shard_entries
 from torchspec_core.targets.made import PACKAGE
 from torchspec_core.targets.source import build
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 STAGE = """
