@@ -220,10 +220,11 @@ def _cache_adopt(args: argparse.Namespace) -> int:
 
 
 def _cache_verify(args: argparse.Namespace) -> int:
-    problems = _cache_store(args).verify()
+    problems = _cache_store(args).verify(discard=args.discard)
     for problem in problems:
         print(problem)
-    mend = "remove the folder with `torchspec cache rm STAGE KEY` and run again to make it anew"
+    mend = "discarded" if args.discard else "add --discard to delete what is damaged"
+    mend += "; the next run makes it, and only it, again"
     count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
     print(f"{count}; {mend}" if problems else "every sealed file has its recorded size and digest")
     return 1 if problems else 0
@@ -298,7 +299,8 @@ def _parser() -> argparse.ArgumentParser:
     adopt.add_argument("stage")
     adopt.add_argument("folder")
     _recipe_arguments(adopt)
-    add("verify", "read every sealed file and compare its digest", _cache_verify, store=True)
+    check = add("verify", "read every sealed file and compare its digest", _cache_verify, store=True)
+    check.add_argument("--discard", action="store_true", help="delete the damaged files; the next run makes them again")
 
     data = commands.add_parser("data", help="look at training data").add_subparsers(
         dest="action", required=True, metavar="ACTION"

@@ -141,6 +141,22 @@ def test_stage_writes_every_sample_and_resumes_at_the_missing_shard(
     assert {name: after[name].stat().st_ino for name in inodes} == inodes
 
 
+def test_a_shard_that_is_made_again_with_other_bits_has_its_own_checksums(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(states_stage, "shard_plan", lambda n, size, _: shard_plan(n, size, 50 * size))
+    states_stage.build(make_job(tmp_path, target))
+    (tmp_path / "states" / shard_name(1)).unlink()
+    original = TransformersCapture.states
+
+    def other_engine(self: TransformersCapture, samples: list[np.ndarray]) -> list[torch.Tensor]:
+        return [state * (1 + 1e-6) for state in original(self, samples)]
+
+    monkeypatch.setattr(TransformersCapture, "states", other_engine)
+    states_stage.build(make_job(tmp_path, target))
+    assert StateSet(tmp_path / "states").verify() == []
+
+
 def test_a_finished_stage_loads_no_model(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     states_stage.build(make_job(tmp_path, target))
     monkeypatch.setattr(states_stage, "TransformersCapture", None)

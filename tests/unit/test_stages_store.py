@@ -156,6 +156,20 @@ def test_verify_finds_changed_bytes_of_the_same_size(store: StageStore) -> None:
     assert store.verify() == [f"{ref.path}: c differs from its recorded digest"]
 
 
+def test_damage_that_is_discarded_is_made_again_and_nothing_else(store: StageStore) -> None:
+    ref = make(store)
+    (ref.path / "b").write_bytes(b"x" * (ref.path / "b").stat().st_size)
+    (ref.path / "c").unlink()
+    with store.reading(ref.path), pytest.raises(BusyError):
+        store.verify(discard=True)
+    assert (ref.path / "b").exists()
+    told = [f"{ref.path}: b differs from its recorded digest", f"{ref.path}: c is missing"]
+    assert store.verify(discard=True) == told
+    body = Body()
+    store.materialize(spec(), body)
+    assert body.made == ["b", "c"] and store.verify() == []
+
+
 def test_refresh_makes_it_anew(store: StageStore) -> None:
     make(store)
     body = Body()

@@ -60,6 +60,7 @@ def build(job: Job) -> None:
     take_over(job.workspace, [Path(folder) for folder in runtime.get("parts", ())])
     work = CaptureWork(job.workspace, layout, tokens, plan, report)
     if work.missing:
+        job.workspace.discard(INDEX)  # its checksums may be of other bytes than those that are captured now
         _capture(job, work)
     if job.workspace.done(INDEX) is None:
         work.discard_leftovers()

@@ -176,14 +176,13 @@ class VllmCapture:
 
     def _run(self, flow: _Flow, sealed: Any, work: CaptureWork | None) -> None:
         """Admit, step, and watch the shards being sealed, until all are."""
-        engine = self.llm.llm_engine
         moved = time.monotonic()
         while True:
             self._admit(flow)
             if not flow.live and not flow.unsealed:
                 return
             progress = False
-            for output in engine.step() if flow.live else ():
+            for output in self._step() if flow.live else ():
                 if not output.finished:
                     continue
                 request = flow.live.pop(output.request_id)
@@ -204,6 +203,13 @@ class VllmCapture:
                     f"vLLM and its writers did nothing for {_STALLED_SECONDS:.0f} s with {len(flow.live)} requests and "
                     f"{len(flow.unsealed)} shards open; run the same command again"
                 )
+
+    def _step(self) -> list[Any]:
+        try:
+            return list(self.llm.llm_engine.step())
+        except Exception:
+            self._check_failures()  # knows the reason, if a worker is gone
+            raise
 
     def _admit(self, flow: _Flow) -> None:
         from vllm import SamplingParams
@@ -228,4 +234,8 @@ class VllmCapture:
             told = json.loads(path.read_text())
             kind = UserError if told["type"] == "UserError" else StageError
             raise kind(told["reason"])
-
+        if getattr(self.llm.llm_engine.model_executor, "is_failed", False):
+            raise StageError(
+                "a worker of vLLM died, its last words are in the log; run the same command again: it goes on at the "
+                "first shard that is not sealed"
+            )

@@ -179,15 +179,15 @@ def find_damage(folder: Path, manifest: Mapping[str, Any]) -> str | None:
     return None
 
 
-def check_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Re-hash every file; one line for each that is missing or differs."""
-    problems = []
+def check_files(folder: Path, manifest: Mapping[str, Any]) -> dict[str, str]:
+    """Re-hash every file; name -> what is wrong, for each that is missing or differs."""
+    problems = {}
     for name, facts in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            problems.append(f"{name} is missing")
+            problems[name] = "is missing"
         elif digest_file(path) != facts["blake2b"]:
-            problems.append(f"{name} differs from its recorded digest")
+            problems[name] = "differs from its recorded digest"
     return problems
 
 

@@ -303,14 +303,25 @@ class StageStore:
                 log.warning("kept %s: %s", entry.path, error)
         return removed
 
-    def verify(self, entry: Entry | None = None) -> list[str]:
-        """Re-hash the files of one sealed entry, or of all; one line per problem."""
+    def verify(self, entry: Entry | None = None, discard: bool = False) -> list[str]:
+        """Re-hash the files of one sealed entry, or of all; one line per problem.
+
+        discard: delete the files that are not what was sealed, so that the next run makes them, and only them, again.
+        BusyError when a run reads or writes such an entry.
+        """
         problems = []
         every = [each for each in self.ls() if each.sealed or (each.path / MANIFEST).exists()]
         for each in [entry] if entry is not None else every:
             manifest = read_manifest(each.path)
-            found = ["it has no readable manifest"] if manifest is None else check_files(each.path, manifest)
-            problems += [f"{each.path}: {problem}" for problem in found]
+            if manifest is None:
+                problems.append(f"{each.path}: it has no readable manifest")
+                continue
+            damaged = check_files(each.path, manifest)
+            problems += [f"{each.path}: {name} {problem}" for name, problem in damaged.items()]
+            if discard and damaged:
+                with hold(self.lock_path(each.stage, each.key), wait_s=0), disk_errors(each.path):
+                    for name in damaged:
+                        (each.path / name).unlink(missing_ok=True)
         return problems
 
     def adopt(self, path: Path, spec: StageSpec, metrics: Mapping[str, float | int | str] | None = None) -> StageRef:
@@ -319,7 +330,8 @@ class StageStore:
         source = Path(path)
         manifest = read_manifest(source)
         if manifest is not None and (damage := check_files(source, manifest)):
-            raise UserError(f"The folder {source} is damaged: {damage[0]}; adopt a whole one.")
+            name, problem = next(iter(damage.items()))
+            raise UserError(f"The folder {source} is damaged: {name} {problem}; adopt a whole one.")
         known: Mapping[str, Mapping[str, Any]] = manifest["files"] if manifest is not None else {}
         every = (item for item in source.rglob("*") if item.is_file()) if source.is_dir() else ()
         files = sorted(item for item in every if not is_private(item.relative_to(source).as_posix()))
