@@ -22,12 +22,12 @@ from prefect.client.schemas.objects import State
 from prefect.exceptions import FailedRun
 from prefect.states import Completed, Failed
 
-from torchspec_core.cli import progress_line
 from torchspec_core.config.load import load_recipe
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import TorchspecError, UserError
 from torchspec_core.pipeline import STAGE_NAMES, check_run, open_store, plan, run_stage
 from torchspec_core.stages import ProgressEvent, StageRef
+from torchspec_core.terminal import progress_line
 
 log = logging.getLogger("torchspec.tasks")
 

@@ -12,76 +12,16 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from torchspec_core import __version__
+from torchspec_core.cli_measure import add_measurements
 from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
-from torchspec_core.stages.lock import Holder
-from torchspec_core.stages.spec import StageRef
 from torchspec_core.stages.store import StageStore
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}m{rest:02d}s" if minutes else f"{seconds:.1f}s"
-
-
-def size_text(count: float) -> str:
-    """Bytes in words."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} TB"
-
-
-def progress_line(event: Mapping[str, Any]) -> str:
-    """One readable line of a progress event: share done, rate, time left, and what the stage says."""
-    done, total, unit = event.get("done"), event.get("total"), event.get("unit", "")
-    parts = []
-    if done is not None and total:
-        parts.append(f"{100 * done / total:3.0f}%  {done:,.0f}/{total:,.0f} {unit}")
-    if event.get("rate"):
-        parts.append(f"{event['rate']:,.3g} {unit}/s" if event["rate"] < 100 else f"{event['rate']:,.0f} {unit}/s")
-    if event.get("eta_s") is not None:
-        parts.append(f"{_duration(event['eta_s'])} left")
-    if event.get("message"):
-        parts.append(str(event["message"]))
-    return ", ".join(parts)
-
-
-class Terminal:
-    """Shows progress in place on a terminal, or one line every ten seconds in a log."""
-
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
-        self.live = sys.stdout.isatty()
-        self.last = 0.0
-        self.started = time.monotonic()
-
-    def __call__(self, event: Mapping[str, Any]) -> None:
-        now = time.monotonic()
-        if now - self.last < (0.2 if self.live else 10.0):
-            return
-        self.last = now
-        line = f"  {self.stage:<10}  {progress_line(event)}"
-        print(f"\r\x1b[2K{line[:150]}" if self.live else line, end="" if self.live else "\n", flush=True)
-
-    def wait(self, holder: Holder) -> None:
-        """Say that another run holds the stage."""
-        print(f"  {self.stage:<10}  waiting for {holder.describe()}, which makes or reads the same", flush=True)
-
-    def finish(self, ref: StageRef) -> None:
-        """Say what became of the stage."""
-        if self.live:
-            print("\r\x1b[2K", end="")
-        state = "cached" if ref.cached else f"done in {_duration(time.monotonic() - self.started)}"
-        size = size_text(ref.bytes)
-        print(f"  {self.stage:<10}  {state:<16} {ref.rows:>9,} rows  {size:>9}  {ref.key[:12]}", flush=True)
+from torchspec_core.terminal import Terminal, duration, size_text
 
 
 def _load(args: argparse.Namespace) -> LoadedRecipe:
@@ -97,7 +37,7 @@ def _show_plan(loaded: LoadedRecipe, planned: Sequence[PlannedStage], store: Sta
         parts = [] if size is None else [size_text(size)]
         if not entry.lookup.hit:
             parts = [f"about {part}" for part in parts]
-            parts += [] if expected.seconds is None else [f"{_duration(expected.seconds)} last time"]
+            parts += [] if expected.seconds is None else [f"{duration(expected.seconds)} last time"]
         hit = "cached " if entry.lookup.hit else "to run "
         print(f"  {entry.name:<10}  {hit}  {entry.spec.key[:12]}  {', '.join([entry.lookup.reason, *parts])}")
 
@@ -127,7 +67,7 @@ def _run(args: argparse.Namespace) -> int:
         refresh = name in args.refresh
         ref = run_stage(name, loaded.recipe, store, on_progress=terminal, refresh=refresh, on_wait=terminal.wait)
         terminal.finish(ref)
-    print(f"finished in {_duration(time.monotonic() - started)}")
+    print(f"finished in {duration(time.monotonic() - started)}")
     if ref is not None and ref.stage == "report":
         print(Path(ref.path) / "report.html")
     return 0
@@ -266,6 +206,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out", default="profile", metavar="FOLDER", help="for the page and the trace (default profile)"
     )
     profile.set_defaults(handler=_profile)
+
+    add_measurements(commands, _recipe_arguments)
 
     config = commands.add_parser("config", help="look at a recipe").add_subparsers(
         dest="action", required=True, metavar="ACTION"

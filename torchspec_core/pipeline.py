@@ -222,7 +222,7 @@ STAGES: tuple[Stage, ...] = (
     ),
     Stage(
         "evaluation",
-        1,
+        2,
         "torchspec_core.evaluation.acceptance:build",
         ("target", "prompts", "tokens", "export"),
         {"evaluation": None, "serving": None, "run": ("seed", "threads")},
@@ -246,7 +246,8 @@ OFFLINE_STAGES = ("target", "prompts", "answers", "tokens", "states")
 """What `torchspec_core.offline.generate` leaves for training elsewhere; the last of them is what it is for."""
 
 
-def _select(recipe: Recipe, reads: Fields, part: Callable[[Section], Mapping[str, Any]]) -> dict[str, Any]:
+def select(recipe: Recipe, reads: Fields, part: Callable[[Section], Mapping[str, Any]]) -> dict[str, Any]:
+    """The fields of `reads` that `part` takes (identity, key or runtime), nested by section."""
     selected: dict[str, Any] = {}
     for section, fields in reads.items():
         values = part(getattr(recipe, section))
@@ -268,12 +269,12 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
     keys: dict[str, str] = {}
     planned: list[PlannedStage] = []
     for stage in STAGES:
-        params = _select(recipe, stage.reads, identity_of)
+        params = select(recipe, stage.reads, identity_of)
         spec = StageSpec(
             stage=stage.name,
             version=stage.version,
             slug=stage.slug(recipe),
-            identity=_select(recipe, stage.reads, keyed_of),
+            identity=select(recipe, stage.reads, keyed_of),
             files=dict(stage.files(recipe)),
             inputs={name: keys[name] for name in stage.inputs},
         )
@@ -281,7 +282,7 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
         lookup = store.lookup(spec)
         if recipe.capture.engine == "offline" and stage.name in OFFLINE_STAGES and not lookup.hit:
             lookup = _found_offline(recipe, spec, lookup, [entry.spec for entry in planned])
-        planned.append(PlannedStage(stage, spec, params, _select(recipe, stage.reads, runtime_of), lookup))
+        planned.append(PlannedStage(stage, spec, params, select(recipe, stage.reads, runtime_of), lookup))
     facts = _facts(recipe, planned)
     if facts is not None:
         check_target(recipe, facts)

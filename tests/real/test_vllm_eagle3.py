@@ -139,9 +139,8 @@ def decode_exported(folder: Path, export: Path, asked: list[list[int]]) -> list[
     return rows
 
 
-@pytest.fixture(scope="module")
-def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    folder = tmp_path_factory.mktemp("eagle3")
+def fitted_export(folder: Path) -> list[list[int]]:
+    """Write `target` and a fitted, exported drafter (`export`) to `folder`; the prompts that it was fitted to."""
     write_target(folder / "target")
     facts = read_facts(folder / "target")
     layers = aux_layers(facts)
@@ -181,7 +180,13 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     for name, array in {"d2t": d2t.numpy(), "t2d": np.isin(np.arange(V), kept), "counts": counts}.items():
         np.save(folder / "vocabulary" / f"{name}.npy", array)
     export_eagle3(folder / "drafter", folder / "target", folder / "vocabulary", folder / "export")
+    return asked
 
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder = tmp_path_factory.mktemp("eagle3")
+    asked = fitted_export(folder)
     mixed = asked[:SEEN] + prompts(12, seed=2)
     target = load_target(folder / "target", "float32")
     plain = decode(target, None, mixed, keys=[str(i) for i in range(len(mixed))], k=0, max_new_tokens=NEW, eos=[EOS])

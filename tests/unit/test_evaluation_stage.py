@@ -21,6 +21,7 @@ from torchspec_core.drafters.eagle3 import Eagle3Config, Eagle3Drafter, init_wei
 from torchspec_core.drafters.mla import MLAConfig
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation import acceptance as stage
+from torchspec_core.evaluation import work as work_room
 from torchspec_core.export.checkpoint import export_eagle3
 from torchspec_core.stages.job import Job, local_job
 
@@ -35,7 +36,7 @@ SETTINGS: dict[str, Any] = {
         "verification": "block", "dynamic": "none", "confidence_threshold": 0.42,
         "dtype": "float32", "sampled_dtype": "bfloat16",
     },
-    "serving": {"vllm": False, "prompts": 3, "max_new_tokens": NEW, "dtype": "float32"},
+    "serving": {"vllm": False, "sampled": False, "prompts": 3, "max_new_tokens": NEW, "dtype": "float32"},
     "run": {"seed": 0},
 }  # fmt: skip
 
@@ -117,7 +118,7 @@ def test_dynamic_verification_verifies_less_and_changes_no_greedy_text(
     inputs: dict[str, Path], tmp_path: Path, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A step that costs in proportion to its tokens: the scheduler must not verify everything.
-    monkeypatch.setattr(stage, "measure_step_cost", lambda target, rows, k: StepCost((1, 100), (0.01, 1.0)))
+    monkeypatch.setattr(work_room, "measure_step_cost", lambda target, rows, k: StepCost((1, 100), (0.01, 1.0)))
     stage.build(job(tmp_path / "all", inputs, sets=["heldout"]))
     stage.build(job(tmp_path / "some", inputs, sets=["heldout"], dynamic=rule))
     (numbers, samples), (_, every) = results(tmp_path / "some"), results(tmp_path / "all")
@@ -165,7 +166,7 @@ def test_an_interrupted_evaluation_continues_at_the_first_missing_shard(
 ) -> None:
     stage.build(job(tmp_path / "whole", inputs))
     calls: list[str] = []
-    true_decode = stage.decode
+    true_decode = work_room.decode
 
     def failing(*args: Any, **options: Any) -> Any:
         if len(calls) == 4:
@@ -173,12 +174,12 @@ def test_an_interrupted_evaluation_continues_at_the_first_missing_shard(
         calls.append("batch")
         return true_decode(*args, **options)
 
-    monkeypatch.setattr(stage, "decode", failing)
+    monkeypatch.setattr(work_room, "decode", failing)
     with pytest.raises(KeyboardInterrupt):
         stage.build(job(tmp_path / "cut", inputs))
     calls.clear()
     monkeypatch.setattr(
-        stage, "decode", lambda *args, **options: calls.append("batch") or true_decode(*args, **options)
+        work_room, "decode", lambda *args, **options: calls.append("batch") or true_decode(*args, **options)
     )
     stage.build(job(tmp_path / "cut", inputs))
     assert len(calls) == 4  # two shards of two batches were kept, two are made

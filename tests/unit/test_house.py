@@ -24,7 +24,7 @@ ROOMS = {
     "training": GROUND | {"objectives"},
     "decoding": {"errors", "drafters", "targets"},
     "export": {"errors", "stages", "drafters", "targets"},
-    "evaluation": GROUND | {"decoding", "export"},
+    "evaluation": GROUND | {"decoding", "export", "plots"},
     "plots": set(),
     "offline": GROUND,
     "report": GROUND | {"plots"},

@@ -7,7 +7,7 @@ and its side.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -353,10 +353,30 @@ class EvaluationSection(Section):
     batch_size: int = Runtime(40, gt=0)
 
 
+BenchmarkName = Literal[
+    "gsm8k", "math500", "aime", "humaneval", "fanoutqa", "truthfulqa", "mmath_zh", "chatterbot_zh", "mtbench",
+    "chitchat",
+]  # fmt: skip
+
+
+class BenchmarksSection(Section):
+    """What `torchspec evaluate` measures, with the settings of `evaluation`."""
+
+    names: tuple[BenchmarkName, ...] = Identity(get_args(BenchmarkName), strict=False)
+    prompts: int = Identity(20, gt=0, description="Of each, taken evenly from the whole set.")
+    files: tuple[str, ...] = Runtime(
+        (), strict=False, description="Your own JSONL files in SPEED-Bench's shape; `turns` alone is enough."
+    )
+
+
 class ServingSection(Section):
     """The exported drafter in a real vLLM."""
 
     vllm: bool = Identity(True, description="Measure acceptance with vLLM's own counters as well.")
+    sampled: bool = Identity(
+        True,
+        description="Also at `evaluation.temperature` and `top_p`; refused if the text leaves the target's nucleus.",
+    )
     prompts: int = Identity(40, gt=0, description="Held-out prompts.")
     max_new_tokens: int = Identity(64, gt=0)
     dtype: Literal["bfloat16", "float32"] = Identity("float32")
@@ -374,4 +394,5 @@ class Recipe(Section):
     drafter: DrafterSection = DrafterSection()
     training: TrainingSection = TrainingSection()
     evaluation: EvaluationSection = EvaluationSection()
+    benchmarks: BenchmarksSection = BenchmarksSection()
     serving: ServingSection = ServingSection()

@@ -1,4 +1,5 @@
-"""The drafter in a real vLLM: the same prompts with and without it, greedy, and the engine's own counters.
+"""The drafter in a real vLLM: the same prompts with and without it, greedy, then sampled beside it, and the engine's
+own counters.
 
 `measure` starts two engines one after the other, in this process; a stage runs it as a child,
 `python -m torchspec_core.evaluation.vllm REQUEST.json RESULT.json`, because vLLM takes over threads and memory for
@@ -12,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ LIMIT_S = 1800.0
 @dataclass(frozen=True)
 class ServingRequest:
     """What to serve. prompts: token ids. target, drafter: folders. threads: 0 = all cores. method: as
-    vLLM names the kind of drafter."""
+    vLLM names the kind of drafter. temperature: of a second, sampled run beside the drafter, at `top_p`, each prompt
+    seeded from `seed` and its number; 0 = none."""
 
     target: str
     drafter: str
@@ -37,12 +39,15 @@ class ServingRequest:
     threads: int = 0
     max_num_seqs: int = 64
     method: str = "eagle3"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
 class ServingResult:
     """texts: new tokens of each prompt with the drafter; plain: without. counters: vLLM's. seconds: of the two
-    generations.
+    generations. sampled, sampled_counters: of the sampled run beside the drafter; empty if none was asked.
     """
 
     texts: list[list[int]]
@@ -50,6 +55,8 @@ class ServingResult:
     counters: DraftCounters
     seconds: float
     plain_seconds: float
+    sampled: list[list[int]] = field(default_factory=list)
+    sampled_counters: DraftCounters | None = None
 
     @property
     def equal(self) -> float:
@@ -60,14 +67,23 @@ class ServingResult:
 def measure(request: ServingRequest) -> ServingResult:
     """Run both engines in this process; raises UserError where vLLM refuses target or drafter."""
     speculative = {"method": request.method, "model": request.drafter, "num_speculative_tokens": request.k}
-    plain, _, plain_seconds = _generate(request, None)
-    texts, counters, seconds = _generate(request, speculative)
-    return ServingResult(texts, plain, counters, seconds, plain_seconds)
+    (plain,) = _generate(request, None, [0.0])
+    greedy, *more = _generate(request, speculative, [0.0, request.temperature] if request.temperature else [0.0])
+    result = ServingResult(greedy.texts, plain.texts, greedy.counters, greedy.seconds, plain.seconds)
+    return replace(result, sampled=more[0].texts, sampled_counters=more[0].counters) if more else result
+
+
+@dataclass(frozen=True)
+class _Generated:
+    texts: list[list[int]]
+    counters: DraftCounters
+    seconds: float
 
 
 def _generate(
-    request: ServingRequest, speculative: dict[str, Any] | None
-) -> tuple[list[list[int]], DraftCounters, float]:
+    request: ServingRequest, speculative: dict[str, Any] | None, temperatures: Sequence[float]
+) -> list[_Generated]:
+    """One engine; the prompts once at each temperature."""
     prepare_environment(request.threads)
     from vllm import SamplingParams, TokensPrompt
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -81,20 +97,31 @@ def _generate(
         speculative,
         threads=request.threads,
     )
-    started = time.perf_counter()
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in request.prompts],
-        SamplingParams(temperature=0.0, max_tokens=request.max_new_tokens, detokenize=False),
-        use_tqdm=False,
-    )
-    seconds = time.perf_counter() - started
-    counters = draft_counters(llm)
-    texts = [list(output.outputs[0].token_ids) for output in outputs]
+    runs: list[_Generated] = []
+    for temperature in temperatures:
+        before, started = draft_counters(llm), time.perf_counter()
+        outputs = llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in request.prompts],
+            [
+                SamplingParams(
+                    temperature=temperature,
+                    top_p=request.top_p if temperature else 1.0,
+                    seed=request.seed + number if temperature else None,
+                    max_tokens=request.max_new_tokens,
+                    detokenize=False,
+                )
+                for number in range(len(request.prompts))
+            ],
+            use_tqdm=False,
+        )
+        seconds = time.perf_counter() - started
+        texts = [list(output.outputs[0].token_ids) for output in outputs]
+        runs.append(_Generated(texts, draft_counters(llm).minus(before), seconds))
     llm.llm_engine.engine_core.shutdown()
     del llm
     gc.collect()
     cleanup_dist_env_and_memory()
-    return texts, counters, seconds
+    return runs
 
 
 def measure_in_child(request: ServingRequest, folder: Path, log: Path) -> ServingResult:
@@ -110,8 +137,15 @@ def measure_in_child(request: ServingRequest, folder: Path, log: Path) -> Servin
         if status != 0 or not answered.is_file():
             raise StageError(f"the vLLM run of the evaluation failed: {child.describe_end()}")
     values = json.loads(answered.read_text())
-    values["counters"]["accepted_by_slot"] = tuple(values["counters"]["accepted_by_slot"])
-    return ServingResult(**{**values, "counters": DraftCounters(**values["counters"])})
+    counters, sampled = (_counters(values.pop(name)) for name in ("counters", "sampled_counters"))
+    assert counters is not None
+    return ServingResult(**values, counters=counters, sampled_counters=sampled)
+
+
+def _counters(values: dict[str, Any] | None) -> DraftCounters | None:
+    if values is None:
+        return None
+    return DraftCounters(**{**values, "accepted_by_slot": tuple(values["accepted_by_slot"])})
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -23,7 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchspec_core.cli import Terminal, run_command, size_text
+from torchspec_core.cli import run_command
 from torchspec_core.config.load import load_recipe
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import UserError
@@ -32,6 +32,7 @@ from torchspec_core.stages.manifest import read_manifest
 from torchspec_core.stages.run import run_stage as run_child
 from torchspec_core.stages.spec import StageRef, StageSpec
 from torchspec_core.stages.store import StageStore
+from torchspec_core.terminal import Terminal, size_text
 
 PART_STAGE = "states_part"
 
