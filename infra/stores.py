@@ -13,16 +13,19 @@ import shutil
 import socket
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.services import ROOT
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.processes import find_detached, start_detached, stop_detached
 from torchspec_core.store.address import open_store
+from torchspec_core.store.lend import MARK
 from torchspec_core.store.protocol import StoreError
 
-S3, MOONCAKE = "s3-server", "mooncake-master"
+S3, MOONCAKE, MEMORY = "s3-server", "mooncake-master", "mooncake-memory"
 BUCKET = "hidden-states"
 START_SECONDS = 60.0
 _GRPC = 10_000
@@ -93,7 +96,7 @@ def _start(
 ) -> Server:
     """Start the server if it does not run, and wait until it serves; StageError if it does not."""
     pidfile, log = _pidfile(home, name), home / "logs" / f"{name}.log"
-    known = start_detached(command, log, pidfile, env={**os.environ, **environment}, cwd=home)
+    known = start_detached(command, log, pidfile, env={**os.environ, **environment}, cwd=ROOT)
     deadline = time.monotonic() + START_SECONDS
     while not ready():
         if find_detached(pidfile) is None:
@@ -143,7 +146,7 @@ def _serves(port: int, url: str, credentials: dict[str, str]) -> bool:
 
 
 def start_mooncake(home: Path, segment: str = "1GiB") -> Server:
-    """A Mooncake master. Its address gives each process that opens it for writing a segment of that size."""
+    """A Mooncake master, and a process that lends it `segment` bytes of memory and outlives the stages."""
     master = _binary("mooncake_master", "mooncake-transfer-engine-non-cuda")
     home.mkdir(parents=True, exist_ok=True)
     rpc, admin = _ports(home, MOONCAKE, 2)
@@ -151,19 +154,32 @@ def start_mooncake(home: Path, segment: str = "1GiB") -> Server:
         master, "-rpc_address=127.0.0.1", f"-rpc_port={rpc}", "-metrics_host=127.0.0.1", f"-metrics_port={admin}",
         "-logtostderr", "-enable_metric_reporting=false",
     ]  # fmt: skip
-    url = f"mooncake://127.0.0.1:{rpc}?admin={admin}&segment={segment}"
-    return _start(home, MOONCAKE, command, {}, url, lambda: not _free(rpc) and not _free(admin))
+    url = f"mooncake://127.0.0.1:{rpc}?admin={admin}"
+    server = _start(home, MOONCAKE, command, {}, url, lambda: not _free(rpc) and not _free(admin))
+    lender = [sys.executable, "-m", "torchspec_core.store.lend", f"{url}&segment={segment}"]
+    _start(home, MEMORY, lender, {}, url, lambda: _lent(admin))
+    return server
+
+
+def _lent(admin: int) -> bool:
+    """Whether some memory was lent: the lender's mark is there."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://127.0.0.1:{admin}/get_all_keys", timeout=5) as answer:
+            return MARK in answer.read().decode().split()
+    except OSError:
+        return False
 
 
 def stop(home: Path) -> list[str]:
     """End the servers that were started here; returns the names of those that ran."""
-    return [name for name in (S3, MOONCAKE) if stop_detached(_pidfile(home, name))]
+    return [name for name in (S3, MEMORY, MOONCAKE) if stop_detached(_pidfile(home, name))]
 
 
 def status(home: Path) -> list[tuple[str, str]]:
     """What runs: pairs of a name and a description."""
     rows = []
-    for name in (S3, MOONCAKE):
+    for name in (S3, MOONCAKE, MEMORY):
         known = find_detached(_pidfile(home, name))
         log = home / "logs" / f"{name}.log"
         rows.append((name, f"process {known.pid}, log {log}" if known else "not started here"))

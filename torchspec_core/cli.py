@@ -21,6 +21,7 @@ from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
 from torchspec_core.stages.store import StageStore
+from torchspec_core.store_commands import add_store_commands
 from torchspec_core.terminal import Terminal, duration, size_text
 
 
@@ -243,6 +244,8 @@ def _parser() -> argparse.ArgumentParser:
     _recipe_arguments(adopt)
     check = add("verify", "read every sealed file and compare its digest", _cache_verify, store=True)
     check.add_argument("--discard", action="store_true", help="delete the damaged files; the next run makes them again")
+
+    add_store_commands(commands, _recipe_arguments)
 
     data = commands.add_parser("data", help="look at training data").add_subparsers(
         dest="action", required=True, metavar="ACTION"

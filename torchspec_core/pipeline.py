@@ -17,7 +17,7 @@ from torchspec_core.config.fields import identity_of, keyed_of, runtime_of
 from torchspec_core.config.schema import Recipe, Section
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
-from torchspec_core.recipe_checks import check_fields, check_place, check_target
+from torchspec_core.recipe_checks import check_fields, check_place, check_states_place, check_target
 from torchspec_core.stages.disk import digest_file
 from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.run import run_stage as run_stage_child
@@ -376,6 +376,8 @@ def check_run(recipe: Recipe, planned: Sequence[PlannedStage], store: StageStore
     missing stages, a data file without one usable row, a Dask scheduler that does not answer."""
     check_place(store.root)
     missing = {entry.name for entry in planned if not entry.lookup.hit}
+    if "states" in missing:
+        check_states_place(recipe.store)
     if "prompts" in missing:
         for source in recipe.data.prompts:
             check_readable(source.name, source.path)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from torchspec_core.config.schema import DrafterSection, Recipe
+from torchspec_core.config.schema import DrafterSection, Recipe, StoreSection
 from torchspec_core.drafters.rope_config import check_mla_rope
 from torchspec_core.errors import UserError
 from torchspec_core.kinds import KINDS
@@ -71,6 +71,7 @@ def check_fields(recipe: Recipe) -> None:
         "leave it out",
     )
     _check_capture(recipe)
+    _check_store(recipe.store)
     _check_objective(recipe)
     _check_forms(recipe.drafter)
     sets = recipe.evaluation.sets
@@ -104,6 +105,26 @@ def _check_capture(recipe: Recipe) -> None:
             capture.engine != "vllm" and getattr(capture, name) > 1,
             f"capture.{name} is for capture.engine=vllm, not for {capture.engine}: set the engine or leave it out",
         )
+
+
+def _check_store(store: StoreSection) -> None:
+    """An address that means nothing, or a store that ends with the process that opened it."""
+    if store.url is not None:
+        from torchspec_core.store.address import check_address  # it loads NumPy
+
+        check_address(store.url)
+        _refuse(
+            store.url.startswith("memory:"),
+            f"store.url={store.url}: memory ends with the stage that fills it; use a folder, s3:// or mooncake://",
+        )
+
+
+def check_states_place(store: StoreSection) -> None:
+    """A store for states that refuses or does not answer, before any work."""
+    if store.url is not None:
+        from torchspec_core.store.address import open_store
+
+        open_store(store.url).close()
 
 
 def _check_objective(recipe: Recipe) -> None:

@@ -10,12 +10,14 @@ from pathlib import Path
 
 from infra import stores
 
+_AWS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL")
+
 
 @contextmanager
-def running(start: Callable[[Path], stores.Server]) -> Iterator[stores.Server]:
-    """A server of its own in a temporary folder, its credentials in the environment; ended by its pid."""
+def running(start: Callable[[Path], stores.Server], credentials: bool = False) -> Iterator[stores.Server]:
+    """A server of its own in a temporary folder, ended by its pid; its own `credentials` in the environment."""
     before = dict(os.environ)
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE", "AWS_ENDPOINT_URL"):
+    for name in _AWS if credentials else ():
         os.environ.pop(name, None)
     with tempfile.TemporaryDirectory(prefix="torchspec-store-") as folder:
         home = Path(folder)
@@ -25,5 +27,6 @@ def running(start: Callable[[Path], stores.Server]) -> Iterator[stores.Server]:
             yield server
         finally:
             stores.stop(home)
-            os.environ.clear()
-            os.environ.update(before)
+            if credentials:
+                os.environ.clear()
+                os.environ.update(before)

@@ -9,15 +9,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from infra import stores
 from tests.real.stores import running
+from tests.states_sets import write_set
 from tests.store_contract import StoreContract, pattern
 from tests.watch import until
 from torchspec_core.store.address import below, open_store
 from torchspec_core.store.local import FolderStore, MemoryStore
 from torchspec_core.store.mooncake import missing_libraries
+from torchspec_core.store.move import copy_set
 from torchspec_core.store.protocol import StateStore, StoreError, StoreFullError, StoreUnavailableError, get
+from torchspec_core.store.remote import RemoteStates
 
 pytestmark = pytest.mark.real
 needs_mooncake = pytest.mark.skipif(
@@ -27,7 +31,7 @@ needs_mooncake = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[stores.Server]:
-    with running(stores.start_s3) as server:
+    with running(stores.start_s3, credentials=True) as server:
         yield server
 
 
@@ -62,6 +66,7 @@ class TestFolder(StoreContract):
 
 
 def emptied(store: StateStore) -> StateStore:
+    """The store without the objects of the test before."""
     for key, _ in list(store.list()):
         store.delete(key)
     return store
@@ -78,6 +83,10 @@ class TestMooncake(StoreContract):
     @pytest.fixture
     def store(self, mooncake_store: StateStore) -> StateStore:
         return emptied(mooncake_store)
+
+    @pytest.mark.skip(reason="Mooncake replaces an object of the same size in place (docs/stores.md)")
+    def test_a_reader_never_sees_half_of_a_write(self, store: StateStore) -> None:
+        """A reader that comes meanwhile can get bytes of both."""
 
 
 OTHER = """
@@ -140,7 +149,7 @@ def test_a_master_that_is_not_there_is_one_sentence() -> None:
 
 @needs_mooncake
 def test_a_full_cluster_refuses_and_keeps_what_it_has(mooncake: stores.Server) -> None:
-    store = open_store(below(mooncake.url.replace("256MiB", "32MiB"), "full"))
+    store = open_store(below(mooncake.url, "full"))
     kept = []
     with pytest.raises(StoreFullError, match="no room"):
         for number in range(80):
@@ -150,4 +159,22 @@ def test_a_full_cluster_refuses_and_keeps_what_it_has(mooncake: stores.Server) -
     assert all(get(store, f"o{number}") == pattern(8 << 20, number) for number in kept)
     for number in kept:
         store.delete(f"o{number}")
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["s3", pytest.param("mooncake", marks=needs_mooncake)])
+def test_a_set_of_states_is_copied_and_read_by_ranges(
+    name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    samples = write_set(tmp_path, count=30, per_shard=8)
+    store = open_store(below(request.getfixturevalue(name).url, "sets/one"))
+    assert copy_set(FolderStore(tmp_path), store).files == 4
+    assert copy_set(FolderStore(tmp_path), store).kept == 4
+    states = RemoteStates(store, "always", cache_bytes=4000)
+    for sample, whole in reversed(samples.items()):
+        states.ahead(states.ids[:3])
+        assert torch.equal(torch.stack([*states.get(sample).values()]), whole)
+    back = FolderStore(tmp_path / "back")
+    copy_set(store, back)
+    assert all((tmp_path / "back" / path.name).read_bytes() == path.read_bytes() for path in tmp_path.glob("*.*"))
     store.close()

@@ -14,6 +14,7 @@ from torchspec_core.capture.transformers_engine import TransformersCapture
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.stages.job import Job, local_job
 from torchspec_core.store.files import StateSet, shard_name
+from torchspec_core.store.remote import open_states
 from torchspec_core.targets.engine import load_embedding, load_head
 
 LAYERS = (0, 2, 3, 5)
@@ -185,3 +186,20 @@ def test_bad_sizes_are_one_sentence(tmp_path: Path, target: Path) -> None:
         states_stage.build(make_job(tmp_path, target, budget=20))
     with pytest.raises(UserError, match="layer 9"):
         states_stage.build(make_job(tmp_path, target, layers=(1, 9)))
+
+
+def test_a_set_goes_to_its_store_and_only_index_and_address_stay(tmp_path: Path, target: Path) -> None:
+    job = make_job(tmp_path, target)
+    states_stage.build(job)
+    near = StateSet(tmp_path / "states")
+    expected = {name: torch.stack([*near.get(name).values()]).clone() for name in near.ids}
+    job.runtime["store"] = {"url": f"file://{tmp_path}/place"}
+    states_stage.build(job)
+    names = {path.name for path in (tmp_path / "states").iterdir() if path.is_file()}
+    assert {"index.arrow", "location.json"} <= names and not [name for name in names if name.startswith("states-")]
+    assert set(job.workspace.sealed_files()) == {"index.arrow", "location.json"}
+    moved = open_states(tmp_path / "states", "always")
+    assert sorted(path.name for path in (tmp_path / "place/states").iterdir())[0] == "index.arrow"
+    assert all(torch.equal(torch.stack([*moved.get(name).values()]), whole) for name, whole in expected.items())
+    states_stage.build(job)  # finished: nothing is captured or copied again
+    assert set(job.workspace.sealed_files()) == {"index.arrow", "location.json"}

@@ -6,6 +6,8 @@ headers at the end.
 
 Several machines can capture a part of the shards each (`part` i of n: every n-th shard); the stage then takes over what
 they have sealed.
+
+With `store.url` the finished set is copied there and read back, and only its index and its address stay here.
 """
 
 from __future__ import annotations
@@ -29,8 +31,12 @@ from torchspec_core.stages.disk import digest_file
 from torchspec_core.stages.job import Job
 from torchspec_core.stages.manifest import MANIFEST
 from torchspec_core.stages.workspace import Workspace
+from torchspec_core.store.address import below, open_store
 from torchspec_core.store.files import INDEX, write_index
 from torchspec_core.store.format import Layout
+from torchspec_core.store.local import FolderStore
+from torchspec_core.store.move import copy_set
+from torchspec_core.store.remote import LOCATION
 from torchspec_core.targets.facts import captured_layers, read_facts
 
 _log = logging.getLogger("torchspec.capture")
@@ -42,6 +48,9 @@ def build(job: Job) -> None:
 
     Raises `StageError` naming the sample whose states are not finite, or when the engine fails its self-check.
     """
+    if job.workspace.done(LOCATION) is not None:
+        _drop_moved(job.workspace)
+        return
     capture, runtime = job.params["capture"], job.runtime["capture"]
     facts = read_facts(job.inputs["target"])
     layers = captured_layers(facts, capture["layers"])
@@ -69,6 +78,31 @@ def build(job: Job) -> None:
             job.workspace.facts(INDEX, rows=rows)
     samples = sum(len(rows) for rows in plan.values())
     job.workspace.record(rows=samples, tokens=work.total, layers=",".join(map(str, layers)), final_state="prenorm")
+    if (url := job.runtime.get("store", {}).get("url")) is not None:
+        _move(job, below(url, job.workspace.path.name))
+
+
+def _move(job: Job, url: str) -> None:
+    """Copy the set to `url` and read it back, leave the address here, delete the shards here."""
+
+    def report(done: int, total: int, name: str) -> None:
+        job.progress.update(done, total, unit="bytes", message=f"{name} to {url}")
+
+    store = open_store(url)
+    try:
+        copied = copy_set(FolderStore(job.workspace.path), store, report)
+    finally:
+        store.close()
+    _log.info("%d files to %s, %d were there", copied.files, url, copied.kept)
+    with job.workspace.shard(LOCATION) as path:
+        path.write_text(json.dumps({"url": url}) + "\n")
+    _drop_moved(job.workspace)
+
+
+def _drop_moved(workspace: Workspace) -> None:
+    for name in sorted(workspace.recorded()):
+        if name not in (INDEX, LOCATION):
+            workspace.discard(name)
 
 
 def take_over(workspace: Workspace, parts: Sequence[Path]) -> None:

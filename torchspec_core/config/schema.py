@@ -163,7 +163,8 @@ class CaptureSection(Section):
 class StoreSection(Section):
     """How hidden states are kept and read."""
 
-    backend: Literal["file"] = Runtime("file")
+    url: str | None = Runtime(None, description="Where states go, `s3://BUCKET/PREFIX`; None = the stage's folder.")
+    cache_mib: int = Runtime(1024, gt=0, description="States from `url` that the trainer keeps in memory.")
     verify: Literal["always", "sample", "never"] = Runtime("sample", description="Checksums on read.")
 
 

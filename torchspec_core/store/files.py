@@ -131,8 +131,7 @@ class StateSet:
         self.path = Path(path)
         self.policy: Policy = verify
         try:
-            with pa.memory_map(str(self.path / INDEX)) as source:
-                table = pa.ipc.open_file(source).read_all()
+            table = self._read_index()
             metadata = {k.decode(): v.decode() for k, v in (table.schema.metadata or {}).items()}
             self.layout = Layout.from_metadata(metadata)
             named = json.loads(metadata[_FILES]) if _FILES in metadata else None
@@ -170,8 +169,26 @@ class StateSet:
         self._reads = 0
         self._sampled: set[int] = set()
 
+    def _read_index(self) -> pa.Table:
+        with pa.memory_map(str(self.path / INDEX)) as source:
+            return pa.ipc.open_file(source).read_all()
+
+    def _range(self, shard: int, start: int, count: int) -> memoryview:
+        """Bytes of a file, without a copy; `CorruptStatesError` for a file that is missing or of another size."""
+        return memoryview(self._map(shard))[start : start + count]
+
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Name -> bytes of each file of states."""
+        return {self._files[shard][0]: size for shard, size in sorted(self._sizes.items())}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return int(self._nbytes.sum())
 
     @cached_property
     def ids(self) -> list[str]:
@@ -190,10 +207,10 @@ class StateSet:
     def _block(self, row: int) -> Tensor:
         """All layers of a row of the index: `[layers, T, H]`, a view of the mapped file (read when it is touched)."""
         shard, start, count = int(self._shard[row]), int(self._offset[row]), int(self._nbytes[row])
-        mapped = self._map(shard)
-        if self._checks(shard) and zlib.crc32(memoryview(mapped)[start : start + count]) != self._crc32[row]:
+        found = self._range(shard, start, count)
+        if self._checks(shard) and zlib.crc32(found) != self._crc32[row]:
             raise CorruptStatesError(self._corrupt(shard, self._row_ids[row].as_py()))
-        flat = torch.frombuffer(mapped, dtype=self.dtype, count=count // self.dtype.itemsize, offset=start)
+        flat = torch.frombuffer(found, dtype=self.dtype)
         return flat.view(len(self._files[shard][1]), -1, self.hidden_size)
 
     def get(self, sample: str | int) -> dict[int, Tensor]:
@@ -222,13 +239,12 @@ class StateSet:
             if shard in broken:
                 continue
             try:
-                mapped = self._map(shard)
+                found = self._range(shard, int(self._offset[i]), int(self._nbytes[i]))
             except CorruptStatesError as error:
                 broken.add(shard)
                 yield Problem(self._files[shard][0], None, str(error))
                 continue
-            start, count = int(self._offset[i]), int(self._nbytes[i])
-            if zlib.crc32(memoryview(mapped)[start : start + count]) != self._crc32[i]:
+            if zlib.crc32(found) != self._crc32[i]:
                 sample_id = self._row_ids[int(i)].as_py()
                 yield Problem(self._files[shard][0], sample_id, self._corrupt(shard, sample_id))
 
@@ -241,8 +257,11 @@ class StateSet:
         return first or self._reads % _SAMPLE_EVERY == 0
 
     def _corrupt(self, shard: int, sample_id: str) -> str:
-        path = self.path / self._files[shard][0]
-        return f"{path}: the states of sample {sample_id} fail their checksum; delete this file and run again."
+        name = self._named(shard)
+        return f"{name}: the states of sample {sample_id} fail their checksum; delete this file and run again."
+
+    def _named(self, shard: int) -> str:
+        return str(self.path / self._files[shard][0])
 
     @cached_property
     def _sizes(self) -> dict[int, int]:

@@ -1,8 +1,8 @@
 """`StateStore`: what every place for hidden states in transit can do, and the errors it raises.
 
 An object is a key and some bytes. Writing replaces the object as a whole: a reader sees the old bytes or the new ones,
-a writer that dies leaves the old ones. Whoever writes needs no lock, since keys carry what the bytes depend on
-(`torchspec_core.store.stream`) or the content's address (the folder of a stage). Every call ends by its deadline.
+a writer that dies leaves the old ones (Mooncake excepted, which replaces an object of equal size in place). Whoever
+writes needs no lock, since keys carry what the bytes depend on. Every call ends by its deadline.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from torchspec_core.training.checkpoint import load_checkpoint, save_checkpoint
 from torchspec_core.training.method import Objective
 from torchspec_core.training.optimizer import OptimizerSettings, make_masters, make_optimizer
 from torchspec_core.training.phases import Phases
-from torchspec_core.training.plan import PlannedStep
+from torchspec_core.training.plan import Batch, PlannedStep
 from torchspec_core.training.schedule import Schedule, lr_factor
 from torchspec_core.training.selection import Selection
 
@@ -77,6 +77,7 @@ def train(
     scratch: Path,
     report: Callable[[Report], None],
     validate: Callable[[Any], dict[str, float]] | None = None,
+    expect: Callable[[Batch], None] | None = None,
 ) -> Trained:
     """Train `drafter` in place; it ends in the compute type, with the returned weights.
 
@@ -89,6 +90,7 @@ def train(
         report: called for each line of metrics; `time_*` in it are shares of the wall time since the line before.
         validate: called every `validate_steps` steps, and after the last if the best weights are kept; sees the weights
             that an end at that step would return. Its numbers are logged as `val_*`.
+        expect: told the batch after the one that is about to be computed, so that it can be read meanwhile.
     """
     masters = make_masters(drafter, settings.dtype)
     optimizer = make_optimizer(masters, settings.optimizer)
@@ -113,6 +115,8 @@ def train(
         for step in range(first, len(plan)):
             with phase("data"):
                 batch = _load(source, plan[step], index, settings.dtype)
+                if expect is not None and step + 1 < len(plan):
+                    expect(plan[step + 1].batches[0])
             with phase("forward"):
                 result = objective(drafter, batch)
             with phase("backward"):

@@ -26,6 +26,7 @@ from torchspec_core.errors import UserError
 from torchspec_core.kinds import KINDS
 from torchspec_core.stages.job import Job
 from torchspec_core.store.files import StateSet
+from torchspec_core.store.remote import RemoteStates, open_states
 from torchspec_core.targets.engine import DTYPES, load_embedding, load_head, set_threads
 from torchspec_core.targets.facts import TargetFacts, read_facts
 from torchspec_core.training.batch import IndexBuilder, PackedBatch, Sample, pack
@@ -33,7 +34,7 @@ from torchspec_core.training.loop import METRICS, LoopSettings, Report, train
 from torchspec_core.training.memory import keep_freed_memory
 from torchspec_core.training.method import Method, Setup
 from torchspec_core.training.optimizer import OptimizerSettings
-from torchspec_core.training.plan import PlannedStep, plan_epoch, plan_steps
+from torchspec_core.training.plan import Batch, PlannedStep, plan_epoch, plan_steps
 from torchspec_core.training.start import warm_start
 
 _log = logging.getLogger("torchspec.training")
@@ -59,6 +60,11 @@ class StateSamples:
         row = self.tokens.get(int(self.places[i]))
         *aux, last = self.states.get(row.sample_id).values()
         return Sample(row.input_ids, row.loss_mask, tuple(aux), last, row.sample_id)
+
+    def expect(self, batch: Batch) -> None:
+        """Samples that will be asked for next: those that lie elsewhere are read in the background."""
+        if isinstance(self.states, RemoteStates):
+            self.states.ahead([self.tokens.sample_ids[int(self.places[i])] for i in batch])
 
 
 def hold_out(sample_ids: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -156,8 +162,9 @@ def build(job: Job) -> None:
         "%d samples, %d held out, %d steps, %d parameters", len(source.places), len(held.places), len(plan), parameters
     )
     trained = train(
-        drafter, method.objective, method.index, source, plan, settings, scratch, partial(_report, job), check
-    )
+        drafter, method.objective, method.index, source, plan, settings, scratch, partial(_report, job), check,
+        source.expect,
+    )  # fmt: skip
     metrics, config = check(drafter), method.config
     if method.calibrate is not None:
         config, errors = method.calibrate(drafter, batches)
@@ -198,7 +205,8 @@ def _kept_tokens(path: Path, size: int, facts: TargetFacts) -> Tensor:
 def _samples(job: Job, facts: TargetFacts) -> tuple[StateSamples, StateSamples]:
     """(training, validation) samples; states that do not fit the tokens are refused before the first step."""
     tokens = TokenSet(job.inputs["tokens"])
-    states = StateSet(job.inputs["states"], verify=job.runtime["store"]["verify"])
+    settings = job.runtime["store"]
+    states = open_states(job.inputs["states"], settings["verify"], settings["cache_mib"] << 20)
     lengths = dict(zip(states.ids, states.lengths.tolist(), strict=True))
     wrong = [i for i, n in zip(tokens.sample_ids, tokens.lengths.tolist(), strict=True) if lengths.get(i) != n]
     if wrong:
