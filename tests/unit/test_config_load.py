@@ -164,5 +164,6 @@ def test_the_rendered_recipe_reads_back_as_the_same_recipe_and_shows_sources() -
     assert ["lr:", "0.0001", "#", "override"] in lines
     assert ["clip:", "1.0", "#", "default"] in lines
     assert set(yaml.safe_load(text)) == {
-        "run", "target", "data", "answers", "capture", "store", "drafter", "training", "evaluation", "serving", "benchmarks",
+        "run", "target", "data", "answers", "capture", "store", "drafter", "training", "evaluation", "serving",
+        "benchmarks",
     }  # fmt: skip
