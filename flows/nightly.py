@@ -1,41 +1,73 @@
-"""`nightly-convergence`: trains a small recipe anew every night and fails when a result leaves its band."""
+"""`nightly-convergence`: trains small recipes from nothing every night and fails when a number leaves its band.
+
+Start it with `prefect deployment run nightly-convergence/quick`, or without Prefect: `torchspec nightly run`.
+"""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+import time
+from pathlib import Path
+from typing import Any, Literal
 
 from prefect import flow
 from prefect.client.schemas.objects import State
+from prefect.runtime import flow_run
 from prefect.states import Completed, Failed
+from prefect.utilities.annotations import quote
 
-from flows.naming import run_name
 from flows.train_drafter import stages
 from tasks.common import open_run
-from tasks.convergence import SMOKE_BANDS, convergence
-from torchspec_core.errors import TorchspecError
+from tasks.convergence import gates, verdict
+from torchspec_core.errors import StageError, TorchspecError
+from torchspec_core.nightly import bands as bands_file
+from torchspec_core.nightly.gates import Verdict, failed_to_complete
+from torchspec_core.nightly.night import new_night
 
-TRAINED = ("drafter", "export", "evaluation", "report")
-"""Run anew each night: a night that finds everything in the store has tested nothing."""
+Subject = Literal["eagle3", "eagle3_anchored", "dflash2", "dspark"]
+
+
+def run_name() -> str:
+    """`nightly: quick, Nov 29 02:30`."""
+    start = flow_run.scheduled_start_time
+    return f"nightly: {flow_run.parameters['variant']}, {start:%b %d %H:%M}"
 
 
 @flow(name="nightly-convergence", flow_run_name=run_name, persist_result=False)
 def nightly_convergence(
-    recipe: str = "configs/smoke.yaml", overrides: list[str] | None = None, refresh: list[str] | None = None
+    variant: Literal["nightly", "quick", "tiny"] = "quick",
+    subjects: list[Subject] | None = None,
+    overrides: list[str] | None = None,
+    root: str = ".torchspec/nightly",
+    bands: str = "configs/nightly/bands.json",
 ) -> State[Any]:
-    """Run a recipe's training again and hold the results against their bands.
+    """Train each subject from nothing and hold its numbers against their bands.
 
     Args:
-        recipe: Path of the recipe, relative to the repository.
-        overrides: Changes to the recipe, each `section.key=value`.
-        refresh: Stages to run again; none means the training and all that follows it.
+        variant: How large: `nightly`, `quick` or `tiny`.
+        subjects: Recipes of configs/nightly; none means all.
+        overrides: Changes to every recipe, each `section.key=value`.
+        root: Folder of the history and of the results.
+        bands: The bands file.
     """
+    started = time.time()
+    verdicts: list[Verdict] = []
     try:
-        made = stages(open_run(recipe, overrides or [], list(refresh or TRAINED)))
+        # A run that was interrupted and is retried goes on in its own store; another run starts from nothing.
+        name = f"{variant}-{flow_run.scheduled_start_time:%Y%m%d-%H%M%S}-{str(flow_run.id)[:8]}"
+        night = new_night(variant, subjects or [], overrides or [], Path(root), Path(bands), name)
+        limits = bands_file.read(night.bands, variant)
+        for subject in night.subjects:
+            recipe, changes = night.recipe(subject)
+            try:
+                made = stages(open_run(recipe, changes, []))
+            except StageError as error:
+                verdicts += failed_to_complete(subject, str(error))
+                continue
+            judged = gates(quote(night), subject, quote(made), quote(limits), return_state=True)
+            if not isinstance(judged.data, list):
+                return Failed(message=str(judged.message))
+            verdicts += judged.data
     except TorchspecError as error:
         return Failed(message=str(error), data=error)
-    folder = made["report"].path
-    verdict = convergence(json.loads((folder / "report.json").read_text()), SMOKE_BANDS, return_state=True)
-    if verdict.is_failed():
-        return Failed(message=str(verdict.message))
-    return Completed(message=f"{verdict.message}; report: {folder / 'report.html'}")
+    end = verdict(quote(night), quote(verdicts), started, return_state=True)
+    return Completed(message=end.message) if end.is_completed() else Failed(message=end.message)

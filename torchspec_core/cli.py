@@ -19,6 +19,7 @@ from torchspec_core import __version__
 from torchspec_core.cli_measure import add_measurements
 from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
 from torchspec_core.errors import StageError, UserError
+from torchspec_core.nightly.command import add_parser as add_nightly
 from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
 from torchspec_core.stages.store import StageStore
 from torchspec_core.store_commands import add_store_commands
@@ -259,6 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--reasoning", choices=("keep", "drop"), default="keep")
     inspect.set_defaults(handler=_data_inspect)
 
+    add_nightly(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
     doctor.set_defaults(handler=_doctor)
     return parser

@@ -28,6 +28,7 @@ ROOMS = {
     "plots": set(),
     "offline": GROUND,
     "report": GROUND | {"plots"},
+    "nightly": GROUND | {"plots"},
 }
 """Room of the core -> the rooms it may import; the ground floor may import the ground floor."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import socket
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import pytest
 from flows.naming import describe
 from infra import services
 from tasks.common import open_run, summary_rows
-from tasks.convergence import Band, against
 from tasks.evaluation import acceptance_rows
 from tasks.report import MARKDOWN_LIMIT, inline_images
 from torchspec_core.errors import StageError, UserError
@@ -50,13 +48,6 @@ def test_images_are_inlined_and_large_or_missing_ones_named(tmp_path: Path) -> N
     inlined = base64.b64encode(b"<svg/>").decode()
     assert shown == (f"b: `{tmp_path}/large.svg` ![a](data:image/svg+xml;base64,{inlined}) c: `{tmp_path}/none.svg` "
                      "![d](https://x/y.svg)")
-
-
-@pytest.mark.parametrize(("value", "inside"), [
-    (1.0, True), (2.0, True), (0.99, False), (2.01, False), (math.nan, False), (None, False), ("1.5", False),
-])
-def test_band_holds_both_ends_and_only_finite_numbers(value: object, inside: bool) -> None:
-    assert against({"x": value}, (Band("x", 1.0, 2.0),))[0]["inside"] is inside
 
 
 def test_summary_names_the_same_facts_for_every_stage() -> None:
