@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -37,7 +38,7 @@ from prefect.exceptions import ObjectAlreadyExists, ObjectNotFound
 from prefect.states import Crashed
 from prefect.workers.process import ProcessWorker
 
-from infra.services import POOL, ROOT, Place
+from infra.services import POOLS, ROOT, Place
 from torchspec_core.errors import StageError, UserError
 
 UNFINISHED = [StateType.PENDING, StateType.RUNNING, StateType.SCHEDULED, StateType.CANCELLING]
@@ -50,13 +51,14 @@ def connect() -> SyncPrefectClient:
     return get_client(sync_client=True)
 
 
-def ensure_pool(client: SyncPrefectClient) -> None:
-    """The process work pool that the deployments name."""
-    try:
-        template = ProcessWorker.get_default_base_job_template()
-        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", base_job_template=template))
-    except ObjectAlreadyExists:
-        return
+def ensure_pools(client: SyncPrefectClient) -> None:
+    """The process work pools that the deployments name; one that exists keeps its settings."""
+    template = ProcessWorker.get_default_base_job_template()
+    for name, limit in POOLS.items():
+        with suppress(ObjectAlreadyExists):
+            client.create_work_pool(
+                WorkPoolCreate(name=name, type="process", base_job_template=template, concurrency_limit=limit)
+            )
 
 
 def _digest() -> str:
@@ -73,7 +75,7 @@ def deploy(place: Place, client: SyncPrefectClient) -> bool:
     known = json.loads(memory.read_text()) if memory.is_file() else None
     if known == wanted and client.read_deployments(limit=1):
         return False
-    ensure_pool(client)
+    ensure_pools(client)
     done = subprocess.run(
         [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all"], cwd=ROOT, env=dict(os.environ),
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300,

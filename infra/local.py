@@ -45,7 +45,7 @@ def up(environ: dict[str, str] | None = None) -> Place:
 
         automations.install()
         with client.connect() as server:
-            client.ensure_pool(server)
+            client.ensure_pools(server)
             if not place.named and (lost := client.bury_lost_runs(server)):
                 _say(f"{lost} unfinished run(s) had lost their worker and are marked Crashed")
         _say(f"Prefect worker started, log {place.log(services.WORKER)}")

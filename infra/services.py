@@ -23,6 +23,9 @@ from torchspec_core.processes import find_detached, free_port, start_detached, s
 
 ROOT = Path(__file__).resolve().parents[1]
 POOL = "torchspec-cpu"
+POOLS: Mapping[str, int | None] = {POOL: None, "torchspec-inference": 1, "torchspec-training": 1}
+"""Work pool -> the runs it takes at once (None: no limit of its own). One GPU job at a time until its owner raises the
+limit to the number of nodes: `prefect work-pool set-concurrency-limit torchspec-training N`."""
 SERVER, WORKER = "prefect-server", "prefect-worker"
 START_SECONDS = 300.0
 """Generous: a start took two minutes where other work kept every core busy. A server that ends is noticed at once."""

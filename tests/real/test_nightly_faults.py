@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, SEEDS = 72, (0, 1, 2)
-CHANGES = ["training.epochs=3.0", "training.tokens_per_step=192", "run.threads=1"]
+CHANGES = ["training.epochs=3.0", "training.tokens_per_step=192", "run.threads=1", "data.vocabulary_rows=0"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     entries = {entry.name: entry for entry in plan(recipe, StageStore(root / "store"))}
     bare = Walk(root, entries, {"prompts": root})
     target = bare.make("target", "target")
-    (root / "prompts.jsonl").write_text("")
+    (root / "heldout.jsonl").write_text("")
     made_up_answers(root / "answers", 4000)
     folders = {"target": target, "prompts": root, "answers": root / "answers"}
     for stage in ("tokens", "vocabulary", "states"):

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("torchspec_core", "tasks", "flows", "infra")
@@ -205,16 +204,6 @@ def test_commands_that_the_pages_name_exist() -> None:
         for line in re.findall(r"^torchspec (.+?)(?: +#.*)?$", page.read_text(), flags=re.M):
             words = ["target" if word == "STAGE" else word for word in line.split()]
             assert _parser().parse_args(words), line
-
-
-def test_deployments_name_flows_and_recipes_that_exist() -> None:
-    deployments = yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]
-    assert {d["name"] for d in deployments} >= {"quickstart", "smoke", "nightly"}
-    for deployment in deployments:
-        file, function = deployment["entrypoint"].split(":")
-        names = {node.name for node in ast.parse((ROOT / file).read_text()).body if isinstance(node, ast.FunctionDef)}
-        assert function in names
-        assert (ROOT / deployment["parameters"]["recipe"]).is_file()
 
 
 def test_recipe_page_is_up_to_date() -> None:
