@@ -18,6 +18,8 @@ from pathlib import Path
 from torchspec_core import __version__
 from torchspec_core.cli_measure import add_measurements
 from torchspec_core.config.load import LoadedRecipe, load_recipe, render_recipe
+from torchspec_core.doctor import add_arguments as doctor_arguments
+from torchspec_core.doctor import report as doctor_report
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.nightly.command import add_parser as add_nightly
 from torchspec_core.pipeline import STAGE_NAMES, PlannedStage, check_run, estimate_bytes, open_store, plan, run_stage
@@ -262,19 +264,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add_nightly(commands)
     doctor = commands.add_parser("doctor", help="what this machine can run, and what is missing")
-    doctor.set_defaults(handler=_doctor)
+    doctor_arguments(doctor)
+    doctor.set_defaults(handler=doctor_report)
     return parser
-
-
-def _doctor(args: argparse.Namespace) -> int:
-    from torchspec_core.doctor import check
-
-    rows = check()
-    for row in rows:
-        print(f"  {'ok ' if row.ok else 'MISSING' if row.needed else 'absent '}  {row.name:<22} {row.detail}")
-        if not row.ok:
-            print(f"           {row.remedy}")
-    return 0 if all(row.ok or not row.needed for row in rows) else 1
 
 
 def run_command(command: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:

@@ -22,14 +22,12 @@ from typing import Any
 import numpy as np
 
 from torchspec_core.store.local import short_object
+from torchspec_core.store.needs import LIBRARIES, PACKAGE
 from torchspec_core.store.protocol import Buffer, MissingObjectError, StoreError, StoreFullError, check_key
 from torchspec_core.store.protocol import joined as _joined
 from torchspec_core.store.retry import Transient, retrying
 
 _log = logging.getLogger("torchspec.store")
-PACKAGE = "mooncake-transfer-engine-non-cuda"
-LIBRARIES = {"libibverbs.so.1": "libibverbs1", "librdmacm.so.1": "librdmacm1", "libnuma.so.1": "libnuma1"}
-"""Shared libraries of the system that the package needs, and Debian's package of each."""
 _NOT_FOUND, _NO_ROOM, _LEASED = -704, -200, -706
 _LIST_SECONDS = 30.0
 
