@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.plants import PLANTS
 from torchspec_core.config.load import load_recipe
@@ -32,6 +33,7 @@ pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, SEEDS = 72, (0, 1, 2)
+EMBEDDING = "model.embed_tokens.weight"
 CHANGES = ["training.epochs=3.0", "training.tokens_per_step=192", "run.threads=1", "data.vocabulary_rows=0"]
 
 
@@ -61,11 +63,17 @@ class Walk:
         return self.root / f"drafter-{seed}"
 
 
-def made_up_answers(folder: Path, vocabulary: int) -> None:
+def sharpen(weights: Path) -> None:
+    """Make the random target one that mostly repeats its token, so that a drafter has something to learn."""
+    tensors = load_file(weights)
+    save_file({**tensors, EMBEDDING: tensors[EMBEDDING] * 8}, weights, metadata={"format": "pt"})
+
+
+def made_up_answers(folder: Path) -> None:
     """Rows as the answers stage writes them: short random prompts and answers, the second half with two turns."""
     random = np.random.default_rng(5)
     folder.mkdir()
-    ids = lambda n: random.integers(100, vocabulary, n).tolist()  # noqa: E731
+    ids = lambda n: random.integers(100, 500, n).tolist()  # noqa: E731
     with open(folder / "answers-00000.jsonl", "w") as file:
         for number in range(ROWS):
             row: dict[str, Any] = {"prompt_ids": ids(12), "answer_ids": ids(20), "sample_id": f"{number:032x}"}
@@ -81,8 +89,9 @@ def walk(tmp_path_factory: pytest.TempPathFactory) -> Walk:
     entries = {entry.name: entry for entry in plan(recipe, StageStore(root / "store"))}
     bare = Walk(root, entries, {"prompts": root})
     target = bare.make("target", "target")
+    sharpen(target / "model.safetensors")
     (root / "heldout.jsonl").write_text("")
-    made_up_answers(root / "answers", 4000)
+    made_up_answers(root / "answers")
     folders = {"target": target, "prompts": root, "answers": root / "answers"}
     for stage in ("tokens", "vocabulary", "states"):
         folders[stage] = Walk(root, entries, folders).make(stage, stage)
