@@ -1,5 +1,6 @@
 """Capture against the model's own hidden states, batching that changes nothing, and the stage body with its resume."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from torchspec_core.capture.plan import shard_plan, token_batches
 from torchspec_core.capture.transformers_engine import TransformersCapture
 from torchspec_core.errors import StageError, UserError
 from torchspec_core.stages.job import Job, local_job
+from torchspec_core.stages.manifest import MANIFEST
 from torchspec_core.store.files import StateSet, shard_name
 from torchspec_core.store.remote import open_states
 from torchspec_core.targets.engine import load_embedding, load_head
@@ -156,6 +158,43 @@ def test_a_shard_that_is_made_again_with_other_bits_has_its_own_checksums(
     monkeypatch.setattr(TransformersCapture, "states", other_engine)
     states_stage.build(make_job(tmp_path, target))
     assert StateSet(tmp_path / "states").verify() == []
+
+
+def test_parts_are_put_together_and_what_is_damaged_is_captured_again(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(states_stage, "shard_plan", lambda n, size, _: shard_plan(n, size, 50 * size))
+    job = make_job(tmp_path, target)
+    folders = []
+    for part in range(2):
+        folders.append(tmp_path / f"part{part}")
+        params = {"capture": {**job.params["capture"], "part": [part, 2]}}
+        own = local_job(folders[part], job.inputs, params, job.runtime)
+        states_stage.build(own)
+        (folders[part] / MANIFEST).write_text(json.dumps({"files": own.workspace.sealed_files()}))
+    assert [sorted(path.name for path in folder.glob("states-*")) for folder in folders] == [
+        [shard_name(0), shard_name(2)], [shard_name(1), shard_name(3)],
+    ]  # fmt: skip
+    damaged = folders[1] / shard_name(3)
+    content = bytearray(damaged.read_bytes())
+    content[-3] ^= 4
+    damaged.write_bytes(content)
+
+    lengths: list[int] = []
+    original = TransformersCapture.states
+
+    def counted(self: TransformersCapture, samples: list[np.ndarray]) -> list[torch.Tensor]:
+        lengths.extend(map(len, samples))
+        return original(self, samples)
+
+    monkeypatch.setattr(TransformersCapture, "states", counted)
+    parts = [str(folder) for folder in folders]
+    runtime = {**job.runtime, "capture": {**job.runtime["capture"], "parts": parts}}
+    states_stage.build(local_job(job.workspace.path, job.inputs, job.params, runtime))
+    assert sorted(lengths) == [4, 6, 9] and f"{damaged} is not what was sealed" in caplog.text
+    states = StateSet(job.workspace.path, verify="always")
+    assert sorted(states.ids) == [f"id{i}" for i in range(8)] and states.verify() == []
+    assert (job.workspace.path / shard_name(1)).samefile(folders[1] / shard_name(1))
 
 
 def test_a_finished_stage_loads_no_model(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
