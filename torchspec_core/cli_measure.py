@@ -1,4 +1,4 @@
-"""The commands that measure a trained drafter: `torchspec evaluate`."""
+"""The commands that measure a trained drafter: `torchspec evaluate` and `torchspec parity`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchspec_core.config.load import load_recipe
+from torchspec_core.errors import UserError
 from torchspec_core.measurements import run_measurement
 from torchspec_core.pipeline import open_store
 from torchspec_core.stages.spec import StageRef
@@ -48,9 +49,34 @@ def _evaluate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parity(args: argparse.Namespace) -> int:
+    from torchspec_core.evaluation.parity import LAW_TOLERANCE, STATES_TOLERANCE, input_folder, parity
+
+    if args.samples < 1:
+        raise UserError(f"--samples is {args.samples}; give a positive number")
+    export, states = Path(args.exported).expanduser(), Path(args.states).expanduser()
+    found = parity(export, states, input_folder(states, "tokens"), input_folder(states, "target"), args.samples)
+    print(f"{found.samples} samples, {found.places} places, fp32")
+    for layer, difference in found.states.items():
+        print(f"  states after layer {layer:<3} differ by {difference:.2e} (RMS; at most {STATES_TOLERANCE:g})")
+    print(f"  law of the first draft: total variation {found.law_mean:.2e} on average (at most {LAW_TOLERANCE:g}),")
+    print(f"    {found.law_max:.2e} at most; {100 * found.drafts_equal:.1f} % of the drafts equal")
+    print(f"  the text's next token gets probability {found.likes:.3f}")
+    for cause in found.causes:
+        print(f"  cause: {cause}")
+    print("parity holds" if found.passed else "parity FAILS")
+    return 0 if found.passed else 1
+
+
 def add_measurements(commands: Any, recipe_arguments: Callable[[argparse.ArgumentParser], None]) -> None:
     """Add the commands to the parser's `commands`."""
     evaluate = commands.add_parser("evaluate", help="acceptance of a recipe's drafter on ten benchmarks")
     recipe_arguments(evaluate)
     evaluate.add_argument("--refresh", action="store_true", help="measure again although the store has it")
     evaluate.set_defaults(handler=_evaluate)
+
+    check = commands.add_parser("parity", help="does an exported drafter read what it was trained on?")
+    check.add_argument("exported", help="the exported drafter's folder")
+    check.add_argument("--states", required=True, metavar="FOLDER", help="the states stage it was trained on")
+    check.add_argument("--samples", type=int, default=8, help="samples to compare (default 8)")
+    check.set_defaults(handler=_parity)
