@@ -1,7 +1,7 @@
 """Faults that a nightly gate must name, planted from outside: stage bodies that break one thing and run the real one.
 
-`PLANTS` says which stage each replaces. None of the product's code knows of them: a test, or
-`tests.quality.nightly_faults`, puts them in the place of the stage's function.
+`PLANTS` says which stage each replaces. None of the product's code knows of them: a test
+puts them in the place of the stage's function.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Every planted fault is caught by the gate that is named for it, and the same pipeline without it passes.
 
-A random target and made-up answers stand in for the engine, so that it takes a minute; `make nightlyfaults` plants the
-same faults in whole nights on the real small model.
+A random target and made-up answers stand in for the engine, so that it takes minutes and not an hour.
 """
 
 from __future__ import annotations
