@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def _kill_midway(folder: Path) -> None:
             lines = scratch / "metrics.jsonl"
             if (scratch / "state.pt").exists() and lines.exists() and lines.read_text().count("\n") >= 2:
                 assert child.pid is not None
-                os.kill(child.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):  # it ended by itself just now: the outcome tells, below
+                    os.kill(child.pid, signal.SIGKILL)
+                break
     if (folder / OUTCOME).is_file():
         raise StageError(f"the short training ended before it could be killed; log: {child.log}")
 
