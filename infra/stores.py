@@ -52,6 +52,8 @@ def _binary(name: str, package: str) -> str:
 
 def _free(port: int) -> bool:
     with socket.socket() as probe:
+        # Connections of a server that has just ended linger at its port and keep no new server from it.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
