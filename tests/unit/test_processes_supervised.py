@@ -64,7 +64,7 @@ def test_a_child_may_clean_up_in_its_grace(tmp_path: Path) -> None:
         "signal.signal(signal.SIGTERM, lambda *_: (print('bye', flush=True), sys.exit(7)))\n"
         "print('on', flush=True); time.sleep(300)"
     )
-    with Supervised(python(code), log=tmp_path / "log") as child:
+    with Supervised(python(code), log=tmp_path / "log", grace_s=60) as child:
         until(lambda: child.tail() == ["on"])
     assert (child.returncode, child.tail()) == (7, ["on", "bye"])
 
