@@ -28,7 +28,7 @@ from torchspec_core.stages.job import local_job
 from torchspec_core.stages.store import StageStore
 from torchspec_core.store.files import StateSet
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS, SEEDS = 72, (0, 1, 2)
