@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchspec_core.config.fields import identity_of, keyed_of, runtime_of
+from torchspec_core.config.fields import identity_of, runtime_of
 from torchspec_core.config.schema import Recipe
-from torchspec_core.errors import UserError
-from torchspec_core.pipeline import Stage, digest_of_file, plan, select
+from torchspec_core.pipeline import Stage, digest_of_file, made_inputs, plan, select
 from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.run import run_stage as run_stage_child
-from torchspec_core.stages.spec import StageRef, StageSpec
+from torchspec_core.stages.spec import StageRef
 from torchspec_core.stages.store import StageStore
 
 
@@ -60,23 +59,9 @@ def run_measurement(
     """
     stage = next(stage for stage in MEASUREMENTS if stage.name == name)
     entries = {entry.name: entry for entry in plan(recipe, store)}
-    inputs: dict[str, Path] = {}
-    for needed in stage.inputs:
-        found = entries[needed].lookup
-        if not found.hit or found.ref is None:
-            raise UserError(
-                f"{name} needs stage {needed}, which is not in {store.root} ({found.reason}): train the drafter first, "
-                "`torchspec run RECIPE --until export` with the same recipe and overrides"
-            )
-        inputs[needed] = Path(found.ref.path)
-    spec = StageSpec(
-        stage=stage.name,
-        version=stage.version,
-        slug=stage.slug(recipe),
-        identity=select(recipe, stage.reads, keyed_of),
-        files=dict(stage.files(recipe)),
-        inputs={needed: entries[needed].spec.key for needed in stage.inputs},
-    )
+    remedy = "train the drafter first, `torchspec run RECIPE --until export` with the same recipe and overrides"
+    inputs = made_inputs(stage, entries, store, remedy)
+    spec = stage.spec(recipe, {entry.name: entry.spec.key for entry in entries.values()})
     params, runtime = select(recipe, stage.reads, identity_of), select(recipe, stage.reads, runtime_of)
     return run_stage_child(
         store, spec, stage.function, inputs, params, runtime, on_progress=on_progress, refresh=refresh, on_wait=on_wait

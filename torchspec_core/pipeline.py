@@ -7,7 +7,6 @@ hits, reasons) is known before anything runs. A stage's body lives in its own ro
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from torchspec_core.config.schema import Recipe, Section
 from torchspec_core.data.checks import check_readable, check_scheduler
 from torchspec_core.errors import UserError
 from torchspec_core.recipe_checks import check_fields, check_place, check_states_place, check_target
-from torchspec_core.stages.disk import digest_file
+from torchspec_core.stages.disk import digest_file, free_bytes
 from torchspec_core.stages.lock import Holder
 from torchspec_core.stages.run import run_stage as run_stage_child
 from torchspec_core.stages.spec import StageRef, StageSpec
@@ -41,6 +40,14 @@ class Stage:
     reads: Fields
     files: Callable[[Recipe], Mapping[str, str]]
     slug: Callable[[Recipe], str]
+
+    def spec(self, recipe: Recipe, keys: Mapping[str, str]) -> StageSpec:
+        """What the stage is made from under `recipe`; `keys`: stage name -> key, its inputs' among them."""
+        return StageSpec(
+            stage=self.name, version=self.version, slug=self.slug(recipe),
+            identity=select(recipe, self.reads, keyed_of), files=dict(self.files(recipe)),
+            inputs={name: keys[name] for name in self.inputs},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -269,15 +276,7 @@ def plan(recipe: Recipe, store: StageStore) -> list[PlannedStage]:
     keys: dict[str, str] = {}
     planned: list[PlannedStage] = []
     for stage in STAGES:
-        params = select(recipe, stage.reads, identity_of)
-        spec = StageSpec(
-            stage=stage.name,
-            version=stage.version,
-            slug=stage.slug(recipe),
-            identity=select(recipe, stage.reads, keyed_of),
-            files=dict(stage.files(recipe)),
-            inputs={name: keys[name] for name in stage.inputs},
-        )
+        params, spec = select(recipe, stage.reads, identity_of), stage.spec(recipe, keys)
         keys[stage.name] = spec.key
         lookup = store.lookup(spec)
         if recipe.capture.engine == "offline" and stage.name in OFFLINE_STAGES and not lookup.hit:
@@ -325,27 +324,29 @@ def run_stage(
     if name not in entries:
         raise UserError(f"there is no stage {name!r}; the stages are {', '.join(STAGE_NAMES)}")
     entry = entries[name]
-    inputs: dict[str, Path] = {}
-    for needed in entry.stage.inputs:
+    inputs = made_inputs(entry.stage, entries, store, "run it first")
+    if refresh and recipe.capture.engine == "offline" and name == OFFLINE_STAGES[-1]:
+        raise UserError("capture.engine=offline makes no states: name an engine to make them again")
+    found = entry.lookup.ref
+    if found is not None and not refresh and found.path != store.folder(entry.spec):
+        return found  # in capture.data_path
+    return run_stage_child(
+        store, entry.spec, entry.stage.function, inputs, entry.params, entry.runtime,
+        on_progress=on_progress, refresh=refresh, on_wait=on_wait,
+    )  # fmt: skip
+
+
+def made_inputs(stage: Stage, entries: Mapping[str, PlannedStage], store: StageStore, remedy: str) -> dict[str, Path]:
+    """The folder of each input of a stage; raises `UserError`, which ends with `remedy`, for one that is not made."""
+    folders: dict[str, Path] = {}
+    for needed in stage.inputs:
         found = entries[needed].lookup
         if not found.hit or found.ref is None:
             raise UserError(
-                f"stage {name} needs stage {needed}, which is not in {store.root} ({found.reason}); run it first"
+                f"stage {stage.name} needs stage {needed}, which is not in {store.root} ({found.reason}); {remedy}"
             )
-        inputs[needed] = Path(found.ref.path)
-    if entry.lookup.ref is not None and not refresh and not entry.lookup.ref.path.is_relative_to(store.root):
-        return entry.lookup.ref
-    return run_stage_child(
-        store,
-        entry.spec,
-        entry.stage.function,
-        inputs,
-        entry.params,
-        entry.runtime,
-        on_progress=on_progress,
-        refresh=refresh,
-        on_wait=on_wait,
-    )
+        folders[needed] = Path(found.ref.path)
+    return folders
 
 
 def _facts(recipe: Recipe, planned: Sequence[PlannedStage]) -> TargetFacts | None:
@@ -387,10 +388,7 @@ def check_run(recipe: Recipe, planned: Sequence[PlannedStage], store: StageStore
         if recipe.data.scheduler is not None:
             check_scheduler(recipe.data.scheduler)
     need = sum(estimate_bytes(recipe, planned).values())
-    root = store.root
-    while not root.exists():
-        root = root.parent
-    free = shutil.disk_usage(root).free
+    free = free_bytes(store.root)
     if need > free:
         raise UserError(
             f"the run needs about {need / 1e9:.3g} GB in {store.root} but {free / 1e9:.3g} GB are free; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from torchspec_core.config.load import load_recipe
 from torchspec_core.errors import UserError
 from torchspec_core.pipeline import estimate_bytes, open_store, plan
+from torchspec_core.stages.disk import free_bytes
 from torchspec_core.stages.manifest import read_manifest
 from torchspec_core.stages.store import StageStore
 from torchspec_core.terminal import size_text
@@ -98,12 +98,9 @@ def _estimate(args: argparse.Namespace) -> int:
     print(f"{'states':<16} {size_text(need)} at most")
     if rates:
         print(f"{'time':<16} {need / rates[0] / 3600:.2f} h at {size_text(rates[0])}/s, the newest rate of this store")
-    root = store.root
-    while not root.exists():
-        root = root.parent
-    free = shutil.disk_usage(root).free
+    free = free_bytes(store.root)
     fits = need < free
-    print(f"{'disk':<16} {size_text(free)} free in {root}: {'enough' if fits else 'not enough'}")
+    print(f"{'disk':<16} {size_text(free)} free in {store.root}: {'enough' if fits else 'not enough'}")
     if where:
         print(f"{'then to':<16} {where}")
     return 0 if fits else 1

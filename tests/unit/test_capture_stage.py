@@ -150,7 +150,7 @@ def test_a_shard_counts_when_it_is_whole_or_all_its_parts_are(tmp_path: Path) ->
         workspace, Layout(LAYERS, WIDTH, "float32"), tokens, {i: np.array([i]) for i in range(4)}, print
     )  # fmt: skip
     assert work.missing == [2] and (work.done, work.total) == (15, 20)
-    assert work.sealed(1) == ["states-00001.1of2.safetensors", "states-00001.2of2.safetensors"]
+    assert work.sealed()[1] == ["states-00001.1of2.safetensors", "states-00001.2of2.safetensors"]
     work.discard_leftovers()
     assert sorted(path.name for path in tmp_path.glob("states-*")) == [
         "states-00000.safetensors", "states-00001.1of2.safetensors", "states-00001.2of2.safetensors",

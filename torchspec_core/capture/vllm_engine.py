@@ -23,6 +23,7 @@ from torchspec_core.capture.stage import CHECK, SCRATCH, RequestId, check_file, 
 from torchspec_core.capture.transformers_engine import TransformersCapture
 from torchspec_core.capture.work import CaptureWork
 from torchspec_core.errors import StageError, UserError
+from torchspec_core.store.files import shard_name
 from torchspec_core.targets.engine import load_head
 from torchspec_core.targets.facts import read_facts
 from torchspec_core.targets.vllm_cpu import make_capture_llm
@@ -95,12 +96,16 @@ class VllmCapture:
     def capture(self, work: CaptureWork) -> dict[str, float | int | str]:
         """Write the missing shards."""
         flow = _Flow(self._requests(work))
-        self._run(flow, lambda number: bool(work.sealed(number)), work)
+        self._run(flow, self._is_sealed, work)
         figures = [json.loads(path.read_text()) for path in self._stage_files(figures_file)]
         return {
             "pipeline_stages": self.settings.pipeline_parallel,
             "buffer_peak_mib": round(sum(f["peak_bytes"] for f in figures) / 2**20, 1),
         }
+
+    def _is_sealed(self, number: int) -> bool:
+        names = (shard_name(number, part, self.parts) for part in range(self.parts))
+        return all(self.work.workspace.done(name) is not None for name in names)
 
     def prefill(self, work: CaptureWork) -> None:
         """Run the missing samples through the target and wait for no file: for measuring the engine alone."""

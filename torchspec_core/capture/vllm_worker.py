@@ -17,13 +17,12 @@ from vllm.platforms import current_platform
 
 from torchspec_core.capture.stage import StageCapture
 from torchspec_core.store.format import Layout
+from torchspec_core.targets.vllm_cpu import CAPTURE_CONFIG
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
 else:
     from vllm.v1.worker.gpu_worker import Worker
-
-CONFIG = "torchspec_capture"
 
 
 def owned_layers(layers: tuple[int, ...], num_layers: int, stages: int) -> list[tuple[int, ...]]:
@@ -50,7 +49,7 @@ class CaptureWorker(Worker):
     def load_model(self, **options: Any) -> None:
         """Load as ever, then hook the layers."""
         super().load_model(**options)
-        settings = self.vllm_config.additional_config[CONFIG]
+        settings = self.vllm_config.additional_config[CAPTURE_CONFIG]
         wanted, num_layers, group = tuple(settings["layers"]), settings["num_layers"], get_pp_group()
         owned = owned_layers(wanted, num_layers, group.world_size)
         mine = owned[group.rank_in_group]

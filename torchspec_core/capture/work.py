@@ -20,8 +20,7 @@ from torchspec_core.stages.workspace import Workspace
 from torchspec_core.store.files import ShardFile, shard_name
 from torchspec_core.store.format import Layout, read_shard_entries
 
-MOST_PARTS = 64
-_PART = re.compile(r"states-(\d+)\.\d+of\d+\.safetensors")
+_FILE = re.compile(r"states-(\d+)(?:\.\d+of(\d+))?\.safetensors")
 
 
 @dataclass
@@ -43,7 +42,8 @@ class CaptureWork:
 
     def __post_init__(self) -> None:
         self.lengths = np.asarray(self.tokens.lengths)
-        self.missing = [number for number in self.plan if not self.sealed(number)]
+        sealed = self.sealed()
+        self.missing = [number for number in self.plan if number not in sealed]
         self.total = self.tokens_of(list(self.plan))
         self.done = self.total - self.tokens_of(self.missing)
 
@@ -60,30 +60,31 @@ class CaptureWork:
         """One sample."""
         return self.tokens.get(int(row))
 
-    def sealed(self, number: int) -> list[str]:
-        """The file, or the files of all parts, of a shard that is sealed; empty if it is not."""
-        recorded = self.workspace.recorded()
-        for parts in range(1, MOST_PARTS + 1):
+    def sealed(self) -> dict[int, list[str]]:
+        """Number of each shard that is sealed -> its file, or the files of its parts; the form with fewer of two."""
+        whole = {name for name in self.workspace.recorded() if self.workspace.done(name) is not None}
+        forms = {(int(match[1]), int(match[2] or 1)) for match in map(_FILE.fullmatch, whole) if match}
+        found: dict[int, list[str]] = {}
+        for number, parts in sorted(forms):
             names = [shard_name(number, part, parts) for part in range(parts)]
-            if recorded.issuperset(names) and all(self.workspace.done(name) is not None for name in names):
-                return names
-        return []
+            if number not in found and whole.issuperset(names):
+                found[number] = names
+        return found
 
     def discard_leftovers(self) -> None:
         """Parts of shards that were never completed, or that were written again in another form, go."""
-        for name in sorted(self.workspace.recorded()):
-            match = _PART.fullmatch(name)
-            if match and name not in self.sealed(int(match[1])):
+        kept = {name for names in self.sealed().values() for name in names}
+        for name in sorted(self.workspace.recorded() - kept):
+            if _FILE.fullmatch(name):
                 self.workspace.discard(name)
 
     def files(self) -> list[ShardFile]:
         """The sealed files of all shards, in order. Raises `StageError` for a shard that is not sealed."""
-        found = []
+        found, sealed = [], self.sealed()
         for number in self.plan:
-            names = self.sealed(number)
-            if not names:
+            if number not in sealed:
                 raise StageError(f"the shard {shard_name(number)} was not written; run the same command again")
-            for name in names:
+            for name in sealed[number]:
                 layout, entries = read_shard_entries(self.workspace.path / name)
                 found.append(ShardFile(name, layout.layers, entries))
         return found

@@ -24,7 +24,7 @@ from torchspec_core.decoding.draft import Committed, Drafts, Proposal
 from torchspec_core.decoding.target import load_target
 from torchspec_core.errors import UserError
 from torchspec_core.evaluation.drafts import open_export
-from torchspec_core.store.files import StateSet
+from torchspec_core.store.remote import open_states
 from torchspec_core.targets.engine import load_head
 from torchspec_core.targets.facts import TargetFacts, read_facts, read_json
 
@@ -84,7 +84,7 @@ def parity(export: Path, states: Path, tokens: Path, target: Path, samples: int 
         UserError: the export is for another target or reads another number of layers than the states hold.
     """
     facts = read_facts(target)
-    stored, text = StateSet(states, verify="always"), TokenSet(tokens)
+    stored, text = open_states(states, "always"), TokenSet(tokens)
     opened = open_export(export, "float32", facts)
     *fed, final = stored.layers
     if len(opened.layers) != len(fed):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from torchspec_core.data.tokenset import TokenSet
 from torchspec_core.stages.job import Job
 from torchspec_core.store.files import StateSet
+from torchspec_core.store.remote import open_states
 
 CHECKS = "checks.json"
 _SAMPLES = 6
@@ -67,7 +68,7 @@ def layer_distance(target: Path, tokens: TokenSet, states: StateSet) -> float:
 
 def build(job: Job) -> None:
     """Write `checks.json`."""
-    tokens, states = TokenSet(job.inputs["tokens"]), StateSet(job.inputs["states"])
+    tokens, states = TokenSet(job.inputs["tokens"]), open_states(job.inputs["states"])
     numbers = {
         "mask": mask_share(tokens, Path(job.inputs["answers"])),
         "layers": layer_distance(Path(job.inputs["target"]), tokens, states),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchspec_core.errors import StageError
+from torchspec_core.nightly.measure import fast
 from torchspec_core.processes import Supervised
 from torchspec_core.stages.canonical import to_plain
 from torchspec_core.stages.disk import write_json
@@ -128,6 +129,6 @@ def distance(one: Path, other: Path) -> float:
 def throughput(folder: Path) -> float:
     """Fast-quartile supervised tokens a second of the run in `folder`, by the yardstick measured around it."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    rates = sorted(row["supervised_per_second"] for row in rows[_WARM:])
+    rate = fast([float(row["supervised_per_second"]) for row in rows[_WARM:]])
     yard = json.loads((folder / "scratch/yardstick/yardstick.json").read_text())
-    return float(rates[(3 * len(rates)) // 4] / yard["products_per_second"])
+    return rate / float(yard["products_per_second"])

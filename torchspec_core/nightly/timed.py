@@ -12,17 +12,13 @@ import time
 
 import torch
 
+from torchspec_core.nightly.measure import fast
 from torchspec_core.stages.child import load_function
 from torchspec_core.stages.job import Job
 from torchspec_core.targets.engine import set_threads
 
 YARDSTICK = "yardstick.json"
 _SECONDS, _ROWS, _WIDTH = 1.5, 1024, 1024
-
-
-def fast(values: list[float]) -> float:
-    """The value that three quarters of `values` are not above: what the machine does when it is left alone."""
-    return sorted(values)[(3 * len(values)) // 4]
 
 
 def products_per_second() -> float:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torchspec_core.config.load import load_recipe
 from torchspec_core.config.schema import Recipe
 from torchspec_core.errors import UserError
 from torchspec_core.pipeline import OFFLINE_STAGES, PlannedStage, check_run, open_store, plan, run_stage
+from torchspec_core.stages.disk import free_bytes
 from torchspec_core.stages.manifest import read_manifest
 from torchspec_core.stages.run import run_stage as run_child
 from torchspec_core.stages.spec import StageRef, StageSpec
@@ -65,18 +65,18 @@ def _shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _estimate(entry: PlannedStage, tokens: StageRef, recipe: Recipe, root: Path, parts: int) -> None:
+def _estimate(entry: PlannedStage, made: Mapping[str, StageRef], recipe: Recipe, root: Path, parts: int) -> None:
     """Say what the states will take, before the first byte, and refuse what the disk cannot hold."""
     from torchspec_core.store.format import Layout
     from torchspec_core.targets.facts import captured_layers, read_facts
 
     if entry.lookup.hit:
         return
-    facts = read_facts(next(root.glob("target/*/")))
+    facts, tokens = read_facts(Path(made["target"].path)), made["tokens"]
     layers = captured_layers(facts, recipe.capture.layers)
     each = Layout(layers, facts.hidden_size, recipe.capture.dtype).bytes_per_token
     need = int(tokens.metrics["tokens"]) * each // parts
-    free = shutil.disk_usage(root).free
+    free = free_bytes(root)
     print(
         f"  states of {tokens.metrics['tokens']:,} tokens, {len(layers)} layers of {facts.hidden_size} in "
         f"{recipe.capture.dtype}: {size_text(need)} ({size_text(free)} free)",
@@ -95,6 +95,8 @@ def generate(recipe: Recipe, shard: tuple[int, int] | None = None, terminal: Any
     Raises:
         UserError: a mistake in the recipe, a disk that is too small. StageError: a stage that failed.
     """
+    if shard and recipe.store.url is not None:
+        raise UserError("--shard leaves each part in the folder: leave store.url to the run that puts them together")
     store = open_store(recipe)
     check_run(recipe, plan(recipe, store), store)
     made: dict[str, StageRef] = {}
@@ -104,11 +106,11 @@ def generate(recipe: Recipe, shard: tuple[int, int] | None = None, terminal: Any
         shown.finish(made[name])
     entry = next(e for e in plan(recipe, store) if e.name == OFFLINE_STAGES[-1])
     inputs = {name: Path(made[name].path) for name in entry.stage.inputs}
-    _estimate(entry, made["tokens"], recipe, store.root, shard[1] if shard else 1)
+    _estimate(entry, made, recipe, store.root, shard[1] if shard else 1)
     spec, params, runtime = entry.spec, entry.params, entry.runtime
     if shard:
         spec = part_spec(spec, *shard)
-        params = spec.identity
+        params = {**params, "capture": {**params["capture"], "part": list(shard)}}
     else:
         parts = [str(folder) for folder in sealed_parts(store, spec)]
         runtime = {**runtime, "capture": {**runtime["capture"], "parts": parts}}

